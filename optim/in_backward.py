@@ -6,7 +6,6 @@ segment that is running (`segment_mb`), or in eager the one that was just made.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from ortmodule import forks
 
 from .fp16_optimizer import MixedPrecision
 from .fused import FusedOptimizer
@@ -56,7 +57,7 @@ class StepInBackward:
                             "one by one; allowed: FusedAdam, FusedSGD, FusedLAMB and, of torch.optim, "
                             f"{', '.join(sorted(c.__name__ for c in _BY_PARAMETER))}")  # fmt: skip
         self._optimizer = weakref.ref(optimizer)
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._hook: dict[int, Any] = {}  # by id of a parameter
         self._place: dict[int, tuple[int, int, int]] = {}  # its group, its place there and among all; see _find
         self._updated: set[int] = set()  # since the last optimizer.step()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from resource import RUSAGE_SELF, getrusage
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import memory_table
+from . import forks, memory_table
 from .memory_idle import idle
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class Memory:
         self.step: StepMemory | None = None  # of the largest step so far
         self.known: dict[Any, Variant] = {}
         self.made: dict[int, Variant] = {}
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
 
     def fit(self, graph: Graph, variant: Variant, tensors: Sequence[Tensor]) -> Variant:
         """The variant that takes `variant`'s place for tensors of these sizes. BudgetError: there is none."""

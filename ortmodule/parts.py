@@ -15,14 +15,13 @@ again     What is computed again in backward (torch.utils.checkpoint) must be co
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from . import _C, cuda_engine, cuts, fallback, guard
+from . import _C, cuda_engine, cuts, fallback, forks, guard
 from . import torch_private as private
 from .report import PartEntry
 from .state import State
@@ -134,7 +133,7 @@ class Parts:
             self.parts.append(part)
         inside = {id(m) for m in state.module.modules()}
         state.parts = {k: made for k, made in state.parts.items() if k in inside}  # what has been replaced may go
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._running = 0  # forwards, of all threads
         script = torch.jit.ScriptModule  # has no dictionaries
         self._children: list[Any] = [m._modules for m in state.module.modules() if not isinstance(m, script)]

@@ -10,6 +10,9 @@ interrupts a handler of signals raises between any two bytecodes (Ctrl-C), also 
            a layer is noted before the name is written, and forgotten after that has been put back. What the end of a
            block has left, that of the outermost scope does, and after it interrupts.py; for names that torch.export
            replaces, too, but only then: other threads may have changed them.
+forks      the child of a fork that another thread's capture is in the middle of has its names as they were found.
+threads    what is replaced is met by every thread of the process. `only_here` gives the others the original; what
+           depends on the scope asks `here()`, which is None for them.
 
 The fields are the dynamic scope that functions called by PyTorch need (a fake kernel is given tensors and a number, and
 has to find the table); nothing is handed back through them.
@@ -24,18 +27,19 @@ import functools
 import gc
 import logging
 import math
+import os
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from . import _C
+from . import _C, forks
 from . import torch_private as private
 
 ABSENT: Any = object()  # as a value: the name is not there
 threads: set[int] = set()  # that are inside of a scope: at most one. Asked at every call of a wrapper
-_lock: Any = threading.RLock()
+_lock = forks.rlock()
 
 
 class Patch(NamedTuple):
@@ -165,6 +169,17 @@ def _put_back(interrupted: bool) -> None:
     _found.clear()
     if refused is not None:
         raise refused
+
+
+def _forked() -> None:
+    """In the child of a fork: a capture on another thread goes on in the parent alone."""
+    if threads and here() is None:
+        _put_back(True)
+        _open.clear()
+        threads.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import json
 import linecache
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import bypassed
+from . import bypassed, forks
 
 if TYPE_CHECKING:
     from .chain import Graph
@@ -269,7 +268,7 @@ class Profile:
 
 
 _active: list[Profile] = []
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def profile(state: State, step: Callable[[], Any] | None, steps: int) -> Profile:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import branches, cuda_engine, cuts, guard, net, patches, watch
+from . import branches, cuda_engine, cuts, forks, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
@@ -239,7 +239,7 @@ class State:
         self.capturing_s = 0.0  # what captures have taken, those that failed, too
         self.constants_s = 0.0  # what the longest one with constant sizes has taken that did not fail
         self.load_s: dict[int, float] = {}
-        self.lock = threading.RLock()
+        self.lock = forks.rlock()
         self.announced = False
         self.settled = False  # settle.py has been asked
         self.clusters: set[Plan] = set()  # memory.py: of memory_opt_config, that a capture has had

@@ -1,4 +1,5 @@
-"""Ctrl-C between any two bytecodes of what changes the process for a while: all is as it was afterwards."""
+"""Ctrl-C between any two bytecodes of what changes the process for a while, and a fork in the midst of it: all is as it
+was afterwards."""
 
 from __future__ import annotations
 
@@ -6,8 +7,12 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +188,53 @@ def test_a_capture():
         model(x).sum().backward()
         assert model.fc.weight.grad is not None
     assert model.report().graphs
+
+
+def test_a_fork_while_another_thread_captures():
+    """The child uses PyTorch, a wrapper that was captured before, the one that is being captured, and a new one."""
+    inside, go_on = threading.Lock(), threading.Event()  # a lock: forward must not be seen to signal
+    inside.acquire()
+
+    def wait() -> None:
+        if inside.locked():
+            inside.release()
+        assert go_on.wait(60)
+
+    used, caught, x = ORTModule(Model()), ORTModule(Model(wait)), torch.randn(3, 4)
+    used(x).sum().backward()
+    before = torch_private.names_of_export()
+    thread = threading.Thread(target=lambda: caught(x).sum().backward())
+    thread.start()
+    reads, writes = os.pipe()
+    try:
+        assert inside.acquire(timeout=60) and patches.now() and not gc.isenabled()
+        pid = os.fork()
+        if not pid:
+            try:
+                go_on.set()
+                assert gc.isenabled() and not patches.now() and not patches.threads
+                assert [v for *_, v in torch_private.names_of_export()] == [v for *_, v in before]
+                plain = Model()
+                plain(x).sum().backward()
+                for model in (used, caught, ORTModule(plain)):
+                    torch.testing.assert_close(model(x), model.module(x))
+                    model(x).sum().backward()
+                    assert model.report().graphs, str(model.report())
+                os.write(writes, b"fine")
+            except BaseException:
+                os.write(writes, traceback.format_exc().encode())
+            finally:
+                os._exit(0)
+        deadline = time.monotonic() + 60
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+    finally:
+        go_on.set()
+        thread.join()
+        os.close(writes)
+    with os.fdopen(reads, "rb") as f:
+        said = f.read().decode()
+    assert said == "fine", said
+    torch.testing.assert_close(caught(x), caught.module(x))
