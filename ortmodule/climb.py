@@ -210,7 +210,9 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
             if spec.kind == "const_attr":
                 bound.update(dict.fromkeys((id(spec.tensor), spec.target), i in each.writes))
     seen.note_numbers(state.module, bound)
-    entry.held.add(seen.rows, seen.spaces)
+    # what stays in PyTorch is given the objects of the capture
+    plain = not keep and not places and all(op.kind == "aten" for op in captured.host_ops)
+    entry.held.add(seen.rows, seen.spaces, seen.asked_by_name(), plain and seen.equals(), seen.shared())
     entry.ties.add(state.module, seen.reads, seen.met())
     _tell(state, seen)
     state.load_s[id(graph)] = perf_counter() - start

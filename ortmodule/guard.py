@@ -297,11 +297,10 @@ class Reads:
                     met = self._containers.setdefault((where, name), [])
                     met += [now] * all(now is not x for x in met)
 
-    def replaced(self, module: nn.Module) -> list[tuple[Any, Any]]:
-        """Containers that stand where equal ones were read: (what is there, what was)."""
+    def containers(self, module: nn.Module) -> list[tuple[Any, list[Any]]]:
+        """Those that were read: (what is there, what captures have met there)."""
         attributes = {name: m.__dict__ for name, m in module.named_modules()} if self._containers else {}
-        there = [(attributes.get(where, {}).get(name), met) for (where, name), met in self._containers.items()]
-        return [(now, was) for now, met in there for was in met if now is not was]
+        return [(attributes.get(where, {}).get(name), met) for (where, name), met in self._containers.items()]
 
     def hold(self, module: nn.Module) -> bool:
         """Are they the same?"""

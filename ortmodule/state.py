@@ -112,11 +112,18 @@ class Entry:
     def holds(self, module: nn.Module) -> bool:
         """Is the state that the captures have read as it was? `reads` compares attributes by their place and content,
         so they may be another module's; `held` compares objects, and is asked at every call."""
-        return (self.reads is None or self.reads.hold(module)) and self.held.hold() and not self.ties.changed(module)
+        if self.reads is not None and not self.reads.hold(module):
+            return False
+        stands = [(now, met[0]) for now, met in self._containers(module)]
+        held = self.held.hold() and self.held.apart(stands) or self.held.follow(stands)
+        return held and not self.ties.changed(module)
+
+    def _containers(self, module: nn.Module) -> list[tuple[Any, list[Any]]]:
+        return [] if self.reads is None else self.reads.containers(module)
 
     def also(self, module: nn.Module) -> tuple[Any, ...]:
         """Rows as `held` has them, for what stands where equal containers were read."""
-        return () if self.reads is None else self.held.also(self.reads.replaced(module))
+        return self.held.also((now, was) for now, met in self._containers(module) for was in met)
 
     def changed(self, module: nn.Module) -> list[str]:
         """Names of what differs from the state that the captures hold for."""

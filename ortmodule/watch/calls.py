@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import decimal
 import functools
@@ -31,7 +32,7 @@ from . import bytecode, outside
 from .bytecode import UNKNOWN
 from .modules import Modules
 from .outside import decimal_context
-from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ATTRIBUTE, NO_ITEM, UNMAPPED, for_itself
+from .table import ATTRIBUTE, CALL, DICT, ITEM, MAPPED, NO_ATTRIBUTE, NO_ITEM, UNMAPPED, Asked, for_itself
 from .values import ATOMS, LOOKS_INSIDE
 
 _CHECKPOINTS = frozenset(("checkpoint", "checkpoint_sequential", "_gradient_checkpointing_func"))
@@ -62,6 +63,7 @@ class Calls(Modules):
         self._given_typed: dict[int, set[str]] = {}  # arguments and closure variables of code whose type() it asks
         self.symbolic = False  # sizes or numbers of the trace are symbols
         self.identity = False  # forward may ask which tensors are one object
+        self._which = False  # or which containers
         self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
 
     @staticmethod
@@ -269,6 +271,7 @@ class Calls(Modules):
         if self.quiet:
             return
         values = [bytecode.operand(frame, x) for x in pair]
+        classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors or containers then
         if any(isinstance(v, type) and issubclass(v, Tensor) for v in values):
             if any(v is UNKNOWN for v in values):
                 self._stop(f"compares the class of a tensor by `{'is' if how == 'IS_OP' else '=='}`: isinstance can be "
@@ -279,9 +282,9 @@ class Calls(Modules):
                 raise self._class_of_number(frame)
             self._given_class.setdefault(id(frame.f_code), set()).update(x[1] for x in unknown)
         elif how == "IS_OP" and all(v is UNKNOWN or isinstance(v, Tensor) for v in values):
-            classes = any(x is not None and x[2][-1:] == ("__class__",) for x in pair)  # no tensors then
             self.identity = self.identity or not classes
         if how == "IS_OP":
+            self._which = self._which or not classes and all(v is UNKNOWN or contents.container(v) for v in values)
             for x, v in zip(pair, values, strict=True):
                 self._same_container(frame, x, v)
 
@@ -410,7 +413,7 @@ class Calls(Modules):
             with contextlib.suppress(Exception):
                 self._row((CALL, None, function, function()), f"{function.__name__}()")
         elif function in (operator.is_, operator.is_not):
-            self.identity = True
+            self.identity = self._which = True
         elif function in (gc.isenabled, gc.get_count):
             self._problem_at(where, "asks for the state of Python's collector", user)
         elif function is builtins.id:
@@ -444,6 +447,35 @@ class Calls(Modules):
                 self._object_read(obj, name, value)
         elif id(obj) in self._objects:
             self._all_read(obj, where)
+
+    def equals(self) -> bool:
+        """Can forward not tell a list that it reads from an equal one? It can when it compares by `is`."""
+        return not self._which
+
+    def shared(self) -> list[Any]:
+        """Containers that stand at several places among those that code can reach."""
+        places = [met.copy for met in self._met.values() if type(met.value) is not tuple]
+        places += [[*own.values()] for own in self._attributes.values()]
+        places += [[*own.values()] for _, own, _ in self._classes.values()]
+        places += [[value] for _, _, value, *_ in (*self._globals.values(), *self._put_on.values())]
+        places += [[*values.values()] for code, values in self._closures.values() if bytecode.stores_free(code)]
+        todo, found = [x for of in places for x in of], []
+        while todo:
+            v = todo.pop()
+            if type(v) is tuple:
+                todo += v
+            elif type(v) in (list, dict, set):
+                found.append(v)
+        times = collections.Counter(map(id, found))
+        return [v for v in found if times[id(v)] > 1]
+
+    def asked_by_name(self) -> list[Asked]:
+        """Objects that read their attributes by themselves; whole where code may have got at those past what notes
+        reads, or where asking says something."""
+        past = any(_PAST_READS & set(c.co_names) for c in self._ran.values() if c.co_name != "__getattribute__")
+        for of in self._by_name.values():
+            of.whole = of.whole or past or bool(self.says)
+        return [*self._by_name.values()]
 
     def _finish(self) -> None:
         """Rows for closure variables, too, and for a __call__ that is put on a class of modules."""

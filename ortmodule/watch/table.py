@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from .. import _C, contents, frames, libraries
 from ..errors import CaptureError
 from ..libraries import is_library
+from ..patches import ABSENT
 
 # kinds of rows, see csrc/python/guard.c
 (ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, MEMORY, CALL, FUNCTIONS, CLASS, OWN,
  NO_ATTRIBUTE) = range(14)  # fmt: skip
+
+_CONTENTS = (LIST, DICT, SEQUENCE)
+_MUTABLE = (list, dict, set)
+_EQUALS = (*_MUTABLE, tuple, frozenset)  # that count as the same where forward cannot tell: these classes, no others
+_DEPTH = 8
 
 
 @functools.cache
@@ -48,34 +54,197 @@ class Problem(NamedTuple):
     fills: bool = False
 
 
+class Asked:
+    """An object whose class reads its attributes by itself (a __getattribute__), so that all of its dictionary may
+    count: what it gave for the names that code has asked for. whole: code has come to the dictionary otherwise, or was
+    given two things for one name."""
+
+    __slots__ = ("gave", "obj", "own", "whole")
+
+    def __init__(self, obj: Any, own: dict[str, Any]) -> None:
+        self.obj = obj
+        self.own = own
+        self.gave: dict[str, Any] = {}
+        self.whole = False
+
+    def note(self, name: str, value: Any) -> None:
+        was = self.gave.setdefault(name, value)
+        self.whole = self.whole or not _same(value, was) and not _looks_like(value, was)
+
+    def given(self) -> list[tuple[Any, Any]]:
+        """(what it gives now, what it gave). For what it makes anew at every read, and that looks the same, twice what
+        it gave: nothing can tell one from the other."""
+        found = []
+        for name, was in self.gave.items():
+            now = self._now(name)
+            made = not _same(now, was) and _looks_like(now, was) and self._now(name) is not now
+            found.append((was if made else now, was))
+        return found
+
+    def _now(self, name: str) -> Any:
+        get: Any = type(self.obj).__getattribute__
+        try:
+            return get(self.obj, name)
+        except AttributeError:
+            return ABSENT
+
+
+def _same(now: Any, was: Any) -> bool:
+    """As the rows mean it; a method is made anew at every read."""
+    if type(now) is types.MethodType is type(was):
+        return now.__self__ is was.__self__ and now.__func__ is was.__func__
+    return _C.guard_check((LIST, [now], None, (was,))) < 0
+
+
+def _looks_like(now: Any, was: Any) -> bool:
+    """Objects of one class that have the same attributes, and nothing else."""
+    own, before = contents.attributes(now), contents.attributes(was)
+    if type(now) is not type(was) or own is None or before is None or contents.container(now):
+        return False
+    if any(type(x) is types.MemberDescriptorType for cls in type(now).__mro__ for x in vars(cls).values()):
+        return False
+    a, b = contents.flat(own), contents.flat(before)
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
 class Held:
-    """The Python state that captures hold for: rows for _C.guard_check and what to call them."""
+    """The Python state that captures hold for: rows for _C.guard_check and what to call them.
+
+    table: what is asked at every step. At first those are the rows as captures have made them (`_rows`). When one does
+    not hold any more, and what is there now is nothing that forward could tell from what was (`follow`), the table is
+    of what is there now, and costs what it did."""
 
     def __init__(self) -> None:
         self.table: tuple[Any, ...] = ()
         self.names: list[str] = []
+        self._rows: list[tuple[Any, ...]] = []
         self._known: set[tuple[Any, ...]] = set()
         self._classes: set[type] = set()
+        self._asked: dict[int, Asked] = {}  # by the object's dictionary
+        self._equals = True  # no capture's forward may tell a container from an equal one
+        self._shared: dict[int, Any] = {}  # containers that stood at several places
 
-    def add(self, rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]], classes: Collection[type]) -> None:
+    def add(
+        self,
+        rows: dict[tuple[Any, ...], tuple[tuple[Any, ...], str]],
+        classes: Collection[type],
+        asked: Iterable[Asked],
+        equals: bool,
+        shared: Collection[Any],
+    ) -> None:
         """The rows of one more capture. classes: whose dictionaries are among them; when a class goes, Python empties
-        its dictionary, whoever holds it."""
+        its dictionary, whoever holds it. asked, equals, shared: what `follow` may take for the same."""
         self._classes.update(classes)
+        self._equals = self._equals and equals
+        self._shared.update((id(v), v) for v in shared)
+        given = {id(of.own): of for of in asked}
+        for which, of in given.items():
+            known = self._asked.setdefault(which, of)
+            known.whole = known.whole or of.whole or known is of and (DICT, which, None) in self._known
+            for name, value in of.gave.items():
+                known.note(name, value)
+        for which, known in self._asked.items():
+            known.whole = known.whole or (DICT, which, None) in rows and which not in given
         new = [(row, name) for key, (row, name) in rows.items() if key not in self._known]
         self._known.update(rows)
         self.names += [name for _, name in new]
+        self._rows += [row for row, _ in new]
         self.table += tuple(x for row, _ in new for x in row)
 
     def hold(self) -> bool:
         return _C.guard_check(self.table) < 0
 
+    def apart(self, others: Iterable[tuple[Any, Any]]) -> bool:
+        """Where equal containers stand in the place of others (what is there, what was), and all rows hold: are they as
+        many as those were?"""
+        stands = [*others]
+        if all(now is was for now, was in stands):
+            return True
+        inside = [(row[1], row[3]) for row in self._rows if row[0] in _CONTENTS]
+        rest = [(row[3], row[3]) for row in self._rows if row[0] not in _CONTENTS]
+        return self._one_to_one([*stands, *rest], inside)
+
+    def follow(self, others: Iterable[tuple[Any, Any]]) -> bool:
+        """Does what is there now differ from what was in nothing that forward could tell? That is: in which of equal
+        containers it is, and in attributes that it has not asked an object for. Then the rows are of what is there now.
+        others: containers that forward has come to otherwise: (what is there, what was)."""
+        if not self._equals and not self._asked:
+            return False
+        rows: list[Any] = []
+        pairs = [*others]
+        inside: list[tuple[Any, Any]] = []  # containers whose contents are what they were, and those
+        watched = {id(row[1]) for row in self._rows if row[0] in _CONTENTS}
+        for row in self._rows:
+            now: Any = row[3]
+            asked = self._asked.get(id(row[1])) if row[0] == DICT else None
+            try:
+                if asked is not None and not asked.whole:
+                    given = asked.given()
+                    now = contents.flat(row[1])
+                else:
+                    now = now if _C.guard_check(row) < 0 else _there(row)
+                    given = [(now, row[3])]
+                if not all(self._alike(now, was, watched) for now, was in given):
+                    return False
+            except Exception:  # of the user's code
+                return False
+            if row[0] in _CONTENTS and now is row[3]:
+                inside.append((row[1], now))
+            else:
+                pairs += given
+            rows += (*row[:3], now)
+        if not self._one_to_one(pairs, inside):
+            return False
+        table = (*rows, *self.also(pairs))
+        if _C.guard_check(table) >= 0:
+            return False
+        self.table = table
+        return True
+
+    def _one_to_one(self, pairs: Iterable[tuple[Any, Any]], inside: Iterable[tuple[Any, Any]]) -> bool:
+        """Is what was one list one now, and what were two, two? pairs: (what is there, what was), alike. inside:
+        containers with what is in them, as it was; where another stands in the place of one, that is no matter any
+        more. Of what stood at several places that cannot be told: forward may put it where it is already, which changes
+        nothing until another stands at one of them."""
+        new: dict[int, Any] = {}
+        old: dict[int, Any] = {}
+
+        def joins(todo: list[tuple[Any, Any]]) -> bool:
+            while todo:
+                now, was = todo.pop()
+                if type(now) in _MUTABLE and (
+                    new.setdefault(id(was), now) is not now
+                    or old.setdefault(id(now), was) is not was
+                    or now is not was and id(was) in self._shared
+                ):
+                    return False
+                if now is not was and type(now) in _MUTABLE or type(now) is tuple:
+                    todo += zip(contents.copy(now), contents.copy(was), strict=False)
+            return True
+
+        return joins([*pairs]) and joins([(v, v) for holder, v in inside if new.get(id(holder), holder) is holder])
+
+    def _alike(self, now: Any, was: Any, watched: set[int], depth: int = 0) -> bool:
+        """The same, or equal containers of what is. Of a container that can be edited it must be known what it was."""
+        if now is was or _same(now, was):
+            return True
+        kind = type(now)
+        if not self._equals or kind is not type(was) or kind not in _EQUALS or depth == _DEPTH:
+            return False
+        if kind in _MUTABLE and id(was) not in watched:
+            return False
+        inside, before = contents.copy(now), contents.copy(was)
+        return len(inside) == len(before) and all(
+            self._alike(a, b, watched, depth + 1) for a, b in zip(inside, before, strict=True)
+        )
+
     def also(self, stands: Iterable[tuple[Any, Any]]) -> tuple[Any, ...]:
-        """More rows, for lists and dictionaries that stand where equal ones were: (what is there, what was)."""
-        todo = [*stands]
+        """More rows, for containers that stand where equal ones were: (what is there, what was)."""
+        todo = [(now, was) for now, was in stands if now is not was]
         if not todo:
             return ()
-        rows: list[Any] = []
-        known = {id(x): kind for kind, x in zip(self.table[::4], self.table[1::4], strict=True) if kind in (LIST, DICT)}
+        rows: dict[int, tuple[Any, ...]] = {}
+        known = {id(row[1]): row[0] for row in self._rows if row[0] in _CONTENTS}
         while todo:
             now, was = todo.pop()
             if type(now) is not type(was) or now is was:
@@ -84,14 +253,14 @@ class Held:
             before: Iterable[Any]
             if isinstance(now, dict):
                 inside, before, held = now.values(), was.values(), contents.flat(now)
-            elif isinstance(now, (list, tuple)):
+            elif isinstance(now, (list, tuple, set)):
                 inside, before, held = now, was, tuple(now)
             else:
                 continue
             if id(was) in known:
-                rows += known[id(was)], now, None, held
+                rows[id(now)] = known[id(was)], now, None, held
             todo += zip(inside, before, strict=False)
-        return tuple(rows)
+        return tuple(x for row in rows.values() for x in row)
 
     def changed(self) -> list[str]:
         """Names of what is no longer as it was."""
@@ -100,6 +269,17 @@ class Held:
                 name for i, name in enumerate(self.names) if _C.guard_check(self.table[4 * i : 4 * i + 4]) >= 0
             )
         )
+
+
+def _there(row: tuple[Any, ...]) -> Any:
+    """What stands now where the row's value was; ABSENT: nothing, or the row says something else than what stands
+    somewhere."""
+    kind, holder, key, _ = row
+    if kind == ITEM:
+        return dict.get(holder, key, ABSENT)
+    if kind == ATTRIBUTE:
+        return getattr(holder, key, ABSENT)
+    return tuple(holder) if kind == LIST else contents.flat(holder) if kind == DICT else ABSENT
 
 
 class Table:

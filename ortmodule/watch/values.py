@@ -42,6 +42,7 @@ from .table import (
     OWN,
     SEQUENCE,
     UNMAPPED,
+    Asked,
     Table,
 )
 
@@ -89,6 +90,7 @@ class Values(Table):
         self._past_reads = False  # code has run that may read them past what watches
         self._class_looks = False  # and that may read the dictionaries of their classes
         self._object_reads: set[tuple[int, str]] = set()
+        self._by_name: dict[int, Asked] = {}  # objects that read their attributes by themselves, by their dictionaries
         self._own_dicts: set[int] = set()
         self.spaces: dict[type, Any] = {}  # dictionaries of classes
         self._dict_owner: dict[int, str] = {}  # of modules outside of the tree
@@ -266,9 +268,12 @@ class Values(Table):
         met.tokens.add(token)
         return met.copy
 
-    def _container(self, v: Any, token: Any, name: str) -> None:
+    def _container(self, v: Any, token: Any, name: str, asked: bool = False) -> None:
+        """asked: the dictionary of an object, of which code has got nothing but what it asks the object for."""
         if id(v) in self._tables:
             return
+        if not asked and not self.quiet and id(v) in self._by_name:
+            self._by_name[id(v)].whole = True
         if len(v) > _MANY:
             self._problem(
                 token, f"reads {name}, a {type(v).__name__} of {len(v)} elements: too many to compare at every step"
@@ -320,11 +325,20 @@ class Values(Table):
             self._own_dicts.add(id(own))
         if not self._patch(cls) or self._reads_itself(cls):
             if own is not None:
-                self._container(own, token, name)
+                by_name = self._asks(v, own)
+                self._container(own, token, name, by_name)
         elif self._past_reads:
             self._all_read(v, token)
         if self._class_looks:
             self._looks_at_class(cls, token)
+
+    def _asks(self, v: Any, own: dict[str, Any]) -> bool:
+        """Can all that code gets of this object be noted by the names that it asks for?"""
+        cls = type(v)
+        if id(v) in self._weakly or not any(base in self._patched for base in cls.__mro__):
+            return False
+        self._by_name.setdefault(id(own), Asked(v, own)).whole |= id(own) in self._contents or self._past_reads
+        return True
 
     def _same_object(self, v: Any, own: dict[str, Any] | None, name: str) -> None:
         """Rows of its attributes are of its class and its dictionary: they stay its."""
@@ -488,6 +502,9 @@ class Values(Table):
 
     def _object_read(self, obj: Any, name: str, value: Any) -> None:
         key = id(obj), name
+        asked = None if self.quiet else self._by_name.get(id(contents.attributes(obj)))
+        if asked is not None:
+            asked.note(name, value)
         if self.quiet:
             if value is not ABSENT and isinstance(getattr(type(obj), name, None), types.MemberDescriptorType):
                 self._slots.setdefault(key, (obj, name, value, f"{type(obj).__qualname__}.{name}", type(obj)))
