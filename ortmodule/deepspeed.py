@@ -1,4 +1,5 @@
-"""What DeepSpeed compiles by itself: said before it stops there, with an error about one of its builders."""
+"""What DeepSpeed compiles by itself: said before it stops there, with an error about one of its builders. And how its
+ZeRO-3 takes a wrapper: as a leaf, whose parameters it gathers together; but each gradient when it is there."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +44,35 @@ def tell() -> None:
             logger.warning("%s", text)
     elif _missing():
         sys.meta_path.insert(0, _Imported())
+
+
+class Leaf:
+    """`_z3_leaf` of a wrapper, which ZeRO-3 asks for: yes. DeepSpeed reduces the gradients of a leaf in a backward hook
+    of the module, which comes once for each call of it: two calls before a backward (`block(block(x))`) would reduce
+    them twice, the first time before they are there. So a wrapper's parameters get the hooks that they have in other
+    modules: at AccumulateGrad, which runs once."""
+
+    def __get__(self, wrapper: Any, owner: Any = None) -> bool:
+        stage3 = getattr(sys.modules.get("deepspeed.runtime.zero.stage3"), "DeepSpeedZeroOptimizer_Stage3", None)
+        make = getattr(stage3, _HOOKS, None)
+        if make is not None and not hasattr(make, "_ortmodule_each"):
+            setattr(stage3, _HOOKS, _each(make))
+        return True
+
+
+_HOOKS = "create_reduce_and_remove_grad_hooks"
+
+
+def _each(make: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(make)
+    def hooks(self: Any) -> None:
+        for p in (p for group in self.fp16_groups for p in group):
+            if hasattr(type(getattr(p, "ds_z3_leaf_module", None)), "_ortmodule"):
+                del p.ds_z3_leaf_module
+        make(self)
+
+    hooks._ortmodule_each = True  # type: ignore[attr-defined]
+    return hooks
 
 
 class _Imported(importlib.abc.MetaPathFinder):

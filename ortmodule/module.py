@@ -212,7 +212,7 @@ class ORTModule(nn.Module):
 
     __slots__ = ("_ortmodule",)
     _ortmodule: State
-    _z3_leaf = True  # DeepSpeed's ZeRO-3 gathers all parameters below at its border
+    _z3_leaf = deepspeed.Leaf()  # DeepSpeed's ZeRO-3 gathers all parameters below at its border
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not isinstance(cls.__dict__.get("forward"), _Forward):  # else a wrapper's, of which the user's is not told

@@ -57,6 +57,43 @@ near(losses(engine, 4, gen), theirs, "bf16")
 end()
 """
 
+TWICE = """
+import copy
+from torch import nn
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2)])
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+siamese = lambda e, x: (e(x) - e(x.flip(0))).pow(2).mean()
+several = lambda e, x: sum(e(x * i).pow(2).mean() for i in range(3))
+for loss, threshold in ((lambda e, x: e(x).pow(2).mean(), 0), (siamese, 0), (siamese, 10**6), (several, 0)):
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Twice()
+        names = wrap_blocks(model) if wrapped else []
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+                  "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": threshold}}
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        gen = data()
+        for _ in range(6):
+            engine.backward(loss(engine, torch.randn(4, 6, generator=gen)))
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            found.append([p.detach().clone() for p in model.parameters()])
+        in_engine([model.get_submodule(name) for name in names])
+        assert len(names) == 2 * wrapped
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*found, strict=True))
+end()
+"""
+
 WHOLE_3 = """
 engine, _ = start("whole", 3, "fp32")
 try:
@@ -80,6 +117,10 @@ def test_our_optimizer_as_deepspeeds_client() -> None:
 @pytest.mark.parametrize(("stage", "how"), [(2, "whole"), (3, "blocks")])
 def test_checkpoints(stage: int, how: str, tmp_path: object) -> None:
     launch(START + CHECKPOINT, tmp_path, stage, how, python=python())
+
+
+def test_blocks_that_are_called_several_times_before_a_backward() -> None:
+    launch(START + TWICE, python=python())
 
 
 def test_stage_3_around_a_whole_model_is_refused() -> None:
