@@ -349,7 +349,7 @@ class _Noting(TorchFunctionMode):
             self._n_left_out += row.kind != "module"
             assert row.rebuild is not None
             with private.NoTorchFunction():
-                fresh = [torch.empty_like(t, requires_grad=False) for t in outs]
+                fresh = [opaque.like(t) for t in outs]
             self._alive += fresh
             self._words.update((id(t), f"{row.name} {self.n} {i}") for i, t in enumerate(fresh))
             return row.rebuild(fresh)

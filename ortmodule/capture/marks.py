@@ -66,7 +66,7 @@ class Mark:
 
 def _fake(xs: list[Tensor], index: int) -> list[Tensor]:
     meta = opaque.current_table().marks[index].meta
-    return [torch.empty_like(x) for x in (xs if meta is None else meta(xs))]
+    return [opaque.like(x) for x in (xs if meta is None else meta(xs))]
 
 
 torch.library.register_fake("ortmodule_capture::cut", _fake, lib=opaque._lib)
@@ -160,7 +160,7 @@ def _call(
             out, _, _ = results(xs, fill(xs))
         opaque.form_of(fqn, out)
         real, back["fill"], mark.order, mark.key = _leaves(out, True)
-        return [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in real]
+        return [opaque.like(y) for y in real]
 
     mark = Mark("call", fqn, fill, order, None, torch.is_grad_enabled(), opaque.autocast_state(), meta=meta)
     outs = _add(mark, tensors)

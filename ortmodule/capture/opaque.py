@@ -38,7 +38,7 @@ from ..guard import part_of_forward
 from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import inside, quiet, watching
-from . import checkpoints
+from . import checkpoints, layouts
 from .edits import Writes, Written, contents_of, hidden_in, trained_elsewhere
 from .refused import SilentProcesses, in_try
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
@@ -124,7 +124,16 @@ def current_table() -> Table:
 
 
 def _host_fake(xs: list[Tensor], index: int) -> list[Tensor]:
-    return [torch.empty_like(y) for y in current_table().rows[index].meta(xs)]
+    return [like(y) for y in current_table().rows[index].meta(xs)]
+
+
+def like(t: Tensor, shape: Sequence[Any] | None = None, strides: Sequence[Any] | None = None,
+         device: torch.device | str | None = None) -> Tensor:  # fmt: skip
+    """A tensor that lies in memory as t does, also with gaps."""
+    if t.layout is not torch.strided:
+        return torch.empty(t.shape, dtype=t.dtype, device=device or t.device)
+    return torch.empty_strided(t.shape if shape is None else shape, t.stride() if strides is None else strides,
+                               dtype=t.dtype, device=device or t.device)  # fmt: skip
 
 
 torch.library.register_fake("ortmodule_capture::host", _host_fake, lib=_lib)
@@ -269,7 +278,7 @@ def without_values(table: Table) -> dict[str, list[Recorded]]:
         found[fqn] = []
         for call in results:
             tensors, rebuild = _results(call.result)
-            bare = rebuild([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors])
+            bare = rebuild([like(t, device="meta") for t in tensors])
             found[fqn].append(call._replace(result=bare))
     return found
 
@@ -627,31 +636,55 @@ def kept_results(
     return results
 
 
-Sized = Callable[[int], Sequence[Any]]  # of the result's tensors, by their number
+Sized = Callable[[int], tuple[Sequence[Any], Sequence[Any]]]  # sizes and strides of the result's tensors, by number
 
 
-def _sizes(fqn: str, call: Recorded, before: list[Recorded], xs: list[Tensor], i: int) -> Sequence[Any]:
-    """Of a result that was recorded; in a capture with symbolic sizes in terms of those of the arguments."""
-    result = _results(call.result)[0][i].shape
+def _sizes(fqn: str, call: Recorded, before: list[Recorded], xs: list[Tensor], i: int) -> tuple[Any, Any]:
+    """Sizes and strides of a result that was recorded; in a capture with symbolic sizes in terms of the arguments'."""
+    result = _results(call.result)[0][i]
     if not before:
-        return result
-    earlier = [(b.given, _results(b.result)[0][i].shape) for b in before]
-    if any(len(shape) != len(result) or len(given) != len(xs) for given, shape in earlier):
+        return result.shape, result.stride()
+    earlier = [(b.given, _results(b.result)[0][i]) for b in before]
+    if any(t.dim() != result.dim() or len(given) != len(xs) for given, t in earlier):
         raise OpaqueError(f"{fqn}, kept in PyTorch, returns a result of another structure from call to call")
-    sizes: list[Any] = []
-    for axis, size in enumerate(result):
-        found: dict[str, Any] = {}
+
+    def found(size: int, were: list[int], times: int = 1) -> dict[str, Any]:
+        symbols: dict[str, Any] = {}
         for n, x in enumerate(xs):
             for a, symbol in enumerate(x.shape):
-                if isinstance(symbol, torch.SymInt) and call.given[n][a] == size and all(
-                        given[n][a] == shape[axis] for given, shape in earlier):  # fmt: skip
-                    found.setdefault(str(symbol.node.expr), symbol)
-        if not found and all(shape[axis] == size for _, shape in earlier):
-            found = {"": size}
-        if len(found) != 1:
+                if isinstance(symbol, torch.SymInt) and call.given[n][a] * times == size and all(
+                        given[n][a] * times == was for (given, _), was in zip(earlier, were, strict=True)):  # fmt: skip
+                    symbols.setdefault(str(symbol.node.expr), symbol)
+        return symbols
+
+    sizes: list[Any] = []
+    for axis, size in enumerate(result.shape):
+        were = [t.shape[axis] for _, t in earlier]
+        symbols = found(size, were)
+        if not symbols and all(was == size for was in were):
+            symbols = {"": size}
+        if len(symbols) != 1:
             raise OpaqueError(f"the sizes of what {fqn}, kept in PyTorch, returns do not follow from its arguments'")
-        sizes += found.values()
-    return sizes
+        sizes += symbols.values()
+    # where an axis of size 1 leaves it open, another call's order tells
+    orders = [layouts.order_now(t) for t in (result, *[t for _, t in earlier])]
+    order = next((o for o in orders if o is not None and o != sorted(o)), orders[0])
+    if order is not None and all(t.permute(order).is_contiguous() for t in (result, *[t for _, t in earlier])):
+        strides, step = [0] * len(sizes), 1
+        for axis in reversed(order):
+            strides[axis], step = step, step * sizes[axis]
+        return sizes, strides
+    strides = []
+    for axis, stride in enumerate(result.stride()):  # with gaps
+        were = [t.stride(axis) for _, t in earlier]
+        symbols = {"": stride} if all(was == stride for was in were) else {}
+        for a in {n for given in call.given for n in given if n and stride % n == 0} if not symbols else ():
+            symbols |= {name: symbol * (stride // a) for name, symbol in found(stride, were, stride // a).items()}
+        if len(symbols) != 1:
+            raise OpaqueError(f"how what {fqn}, kept in PyTorch, returns lies in memory does not follow from the sizes "
+                              "of its arguments")  # fmt: skip
+        strides += symbols.values()
+    return sizes, strides
 
 
 def _module_node(
@@ -685,7 +718,7 @@ def _module_node(
         expected.form = form_of(fqn, out)
         outs, row.rebuild = _results(out)
         if sizes is not None:
-            outs = [torch.empty(sizes(i), dtype=y.dtype, device=y.device) for i, y in enumerate(outs)]
+            outs = [like(y, *sizes(i)) for i, y in enumerate(outs)]
         return outs or [_nothing(xs)]
 
     call = _as_call(fqn, run, fill_call, autocast_state(), expected, module)

@@ -1,9 +1,10 @@
-"""What a recurrent layer returns lies in a trace as it does in eager: edits through views, questions about strides and
-drawn numbers depend on it."""
+"""What a recurrent layer, a module kept in PyTorch or a custom Function returns lies in a trace as it does in eager: edits
+through views, questions about strides and drawn numbers depend on it."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,61 @@ def test_numbers_drawn_for_what_a_layer_returns() -> None:
             torch.manual_seed(rows)
             made.append([m(x).detach(), torch.rand(2)])
         torch.testing.assert_close(made[1], made[0])
+
+
+class Kept(nn.Module):
+    """Random numbers that are not torch's keep it in PyTorch."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(4, 3), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.random()
+        return self.turn(self.layer(x))
+
+
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda h: (h * 2).transpose(0, 1),
+    "turned twice": lambda h: (h * 2).permute(2, 0, 1),
+    "with gaps": lambda h: (h * 2)[:, ::2],
+    "the last step": lambda h: (h * 2)[:, -1:],
+    "expanded": lambda h: (h * 2)[:, :1].expand(-1, 3, -1),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("body", [b for b in BODIES if b not in ("as_strided", "like")])
+def test_modules_kept_in_pytorch(turn: str, body: str) -> None:
+    torch.manual_seed(0)
+    run(Of(lambda m, x: BODIES[body](m.part(x)), part=Kept(TURNS[turn])), [(3, 6, 4), (5, 6, 4), (4, 6, 4), (2, 7, 4), (1, 5, 4)])
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_hooked_modules_kept_in_pytorch(turn: str) -> None:
+    torch.manual_seed(0)
+    module = Of(lambda m, x: BODIES["an edit through reshape"](m.part(x)), part=Kept(TURNS[turn]))
+    module.part.register_forward_hook(lambda m, args, out: None)
+    run(module, [(3, 6, 4), (3, 6, 4), (3, 6, 4)])
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gaps: bool) -> Tensor:
+        ctx.gaps = gaps
+        return (x * 2)[:, ::2] if gaps else (x * 2).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        if not ctx.gaps:
+            return 2 * g.transpose(0, 1), None
+        into = g.new_zeros(g.shape[0], 2 * g.shape[1], g.shape[2])
+        into[:, ::2] = 2 * g
+        return into, None
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("body", ["an edit through reshape", "is_contiguous", "stride", "view"])
+def test_custom_functions(gaps: bool, body: str) -> None:
+    torch.manual_seed(0)
+    run(Of(lambda m, x: BODIES[body](Turned.apply(x * m.w[0], gaps))), [(3, 6, 4), (5, 6, 4), (4, 6, 4)])
