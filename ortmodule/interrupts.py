@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from . import patches
 from . import torch_private as private
@@ -27,7 +27,7 @@ def whole(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if patches.here() is not None:
             return function(*args, **kwargs)
-        before = private.modes_of_thread()
+        before, names = private.modes_of_thread(), private.names_of_export()
         try:
             return function(*args, **kwargs)
         except Exception:
@@ -35,29 +35,35 @@ def whole(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
         except BaseException as error:
             try:
-                _end(error, before)
+                _end(error, before, names)
             finally:  # a second interrupt
-                _end(error, before)
+                _end(error, before, names)
             raise
 
     return run
 
 
-def _end(error: BaseException, before: private.Modes) -> None:
+def _end(error: BaseException, before: private.Modes, names: list[tuple[Any, str, Any]]) -> None:
     _let_go(error, set())
     patches.end()
+    for owner, name, value in names:  # a block that has ended only now may have put back what it had found
+        if vars(owner).get(name) is not value:
+            setattr(owner, name, value)
     private.put_modes(before)
 
 
 def _let_go(error: BaseException | None, met: set[int]) -> None:
-    """Blocks of contextlib that it has interrupted end now, and not with the traceback, when much else has begun."""
+    """Blocks that it has interrupted end now, the innermost first, and not with the traceback, when much else has
+    begun: its frames give away what they hold."""
     while error is not None and id(error) not in met:
         met.add(id(error))
         at: TracebackType | None = error.__traceback__
+        frames = []
         while at is not None:
-            if at.tb_frame.f_code.co_filename == contextlib.__file__:
-                with contextlib.suppress(RuntimeError):  # it runs
-                    at.tb_frame.clear()
+            frames.append(at.tb_frame)
             at = at.tb_next
+        while frames:
+            with contextlib.suppress(RuntimeError):  # it runs
+                frames.pop().clear()
         _let_go(error.__cause__, met)
         error = error.__context__

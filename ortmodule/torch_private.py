@@ -423,6 +423,9 @@ def put_modes(wanted: Modes) -> None:
             of._pop_mode()
         for mode in wanted.dispatch:
             of._push_mode(mode)
+    if has("mode_stack") and not wanted.dispatch:  # a guard that ends late leaves their key on; the last one's end
+        _get("mode_stack")._push_mode(torch.utils._python_dispatch.TorchDispatchMode())  # puts it off
+        _get("mode_stack")._pop_mode()
     torch.set_grad_enabled(wanted.grad)
     for kind, (on, dtype) in wanted.autocast.items():
         torch.set_autocast_enabled(kind, on)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import math
 import os
 import sys
@@ -168,7 +169,7 @@ class Asked(TorchFunctionMode):
         kwargs = kwargs or {}
         by = _asking(1)
         file = by.f_code.co_filename
-        user, refused = self._is_user_file(file), _REFUSED.get(func, _REFUSED.get(getattr(func, "__wrapped__", None)))
+        user, refused = self._is_user_file(file), _REFUSED.get(func, _REFUSED.get(inspect.unwrap(func)))
         run = _gaussian_nll_loss if func is _GAUSSIAN else func
         if func is _L1 and (weight := _l1_weight(sys._getframe(1))) is not None:
             run, kwargs = _l1_loss, {**kwargs, "weight": weight}
