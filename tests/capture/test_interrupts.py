@@ -211,6 +211,7 @@ def test_a_fork_while_another_thread_captures():
         pid = os.fork()
         if not pid:
             try:
+                torch.set_num_threads(1)  # OpenMP's threads are no child's: PyTorch alone hangs, too
                 go_on.set()
                 assert gc.isenabled() and not patches.now() and not patches.threads
                 assert [v for *_, v in torch_private.names_of_export()] == [v for *_, v in before]
