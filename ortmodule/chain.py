@@ -55,7 +55,7 @@ from .capture import Captured
 from .capture.program import SIZES, View
 from .holders import holders_when_dropped
 from .host import OUTPUT, Answers, Failed, Flow, Host, Missing, Regions, Want, hooks_at_rest
-from .links import Arrived, Live, Taken, in_turn, put_around, shown
+from .links import LEAF, NONE, TOKEN, Arrived, Live, Taken, in_turn, put_around, shown
 from .memory import BudgetError, Memory
 
 logger = logging.getLogger("ortmodule")
@@ -145,7 +145,7 @@ class Variant:
         for _, inputs in self.nodes:
             inputs.sort(key=turns.__getitem__)
         self.users = [i for i in range(users) if any([i in inputs for _, inputs in self.nodes])]
-        self._taken: dict[tuple[bool, ...], list[Taken]] = {}
+        self._taken: dict[tuple[tuple[bool, ...], frozenset[int], int], list[Taken]] = {}
         by_node: list[set[int]] = [set() for _ in self.nodes]
         for segment, i in info["reads"]:
             for number, (segments, _) in enumerate(self.nodes):
@@ -158,15 +158,17 @@ class Variant:
                      self.number, sum(arriving), len(self.grads), len(self.nodes),
                      len(self.reads) + len(self.reads_outputs))  # fmt: skip
 
-    def taken(self, tensors: Sequence[Tensor]) -> list[Taken]:
-        """How each Function takes its tensors, for their gradients to be handed out in turn."""
+    def taken(self, tensors: Sequence[Tensor], apart: frozenset[int], waiting: int) -> list[Taken]:
+        """How each Function takes its tensors, for their gradients to be handed out in turn. apart: those that Delivers
+        take, of which so many are ready when Head is."""
         computed = tuple([tensors[i].grad_fn is not None for i in self.users])
-        found = self._taken.get(computed)
+        found = self._taken.get((computed, apart, waiting))
         if found is None:
             low = {i for i, on in zip(self.users, computed, strict=True) if on}
-            last = len(self.nodes) - 1
-            found = [Taken(in_turn(inputs, low, k < last)) for k, (_, inputs) in enumerate(self.nodes)]
-            self._taken[computed] = found
+            before = [TOKEN] * (len(self.nodes) - 1) + [LEAF if apart else NONE]
+            rows = zip(self.nodes, before, strict=True)
+            found = [Taken(in_turn(inputs, low, kind, waiting, apart)) for (_, inputs), kind in rows]
+            self._taken[computed, apart, waiting] = found
         return found
 
     def without(self, detached: frozenset[tuple[int, int]]) -> list[int]:
@@ -436,7 +438,6 @@ class Graph:
         step.apart = frozenset([i for i in variant.apart if wanted[i] and tensors[i].grad_fn is not None])
         if variant.apart and ranks.several() and any([wanted[i] for i in variant.lonely()]):
             step.apart = frozenset([i for _, inputs in variant.nodes for i in inputs])  # all, to be in turn
-        step.taken = variant.taken(tensors)
         step.call = call
         step.used = 0
         step.lowered = lowered

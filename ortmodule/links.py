@@ -81,19 +81,20 @@ class _Spared:
 
 
 class _SparedAfter:
-    """The same for a post-accumulate hook, which is not told what has arrived: .grad is as it was."""
+    """The same for a post-accumulate hook, which is not told what has arrived: .grad is as it was. before: by graph
+    task, for there may be one on each of several threads."""
 
-    __slots__ = ("before", "hook", "task")
+    __slots__ = ("before", "hook")
 
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook
-        self.task = -1
+        self.before: dict[int, tuple[int, int]] = {}
 
     def note(self, leaf: Tensor) -> None:
-        self.task, self.before = private.task_id(), _grad_of(leaf)
+        self.before[private.task_id()] = _grad_of(leaf)
 
     def __call__(self, leaf: Tensor) -> None:
-        if self.task != private.task_id() or self.before != _grad_of(leaf):
+        if self.before.pop(private.task_id(), None) != _grad_of(leaf):
             self.hook(leaf)
 
 
@@ -420,11 +421,15 @@ class _Fan(Function):
         return (grad,) * ctx.n
 
 
+# what a Function takes before its inputs: nothing, the token of another Function, one that is a leaf
+NONE, TOKEN, LEAF = range(3)
+
+
 @functools.cache
-def _called(n: int, token: bool, low: int) -> list[int]:
-    """In which order autograd comes to the n leaves of one Function, that may have a Link's token before them, and
-    `low` results of others behind. They have the same priority, so it is how its queue, a heap, happens to work: looked
-    at once, on a thread of its own, whose queue is empty."""
+def _called(n: int, before: int, low: int, waiting: int) -> list[int]:
+    """In which order autograd comes to the n leaves of one Function, with `before` before them, `low` results of others
+    behind, and while `waiting` other Functions have been made ready with it. Leaves have the same priority, so it is
+    how its queue, a heap, happens to work: looked at once, on a thread of its own, whose queue is empty."""
     if n < 2:
         return [*range(n)]
     order: list[int] = []
@@ -433,8 +438,11 @@ def _called(n: int, token: bool, low: int) -> list[int]:
         leaves = [torch.zeros((), device="cpu", requires_grad=True) for _ in range(n)]
         for i, leaf in enumerate(leaves):
             leaf.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))  # type: ignore[misc]
-        others = [_Low.apply(torch.zeros((), device="cpu", requires_grad=True)) for _ in range(token + low)]
-        _Fan.apply(*others[low:], *leaves, *others[:low]).backward()
+        others, ready, token = ([torch.zeros((), device="cpu", requires_grad=True) for _ in range(k)]
+                                for k in (low, waiting, int(before != NONE)))  # fmt: skip
+        others, ready = [_Low.apply(x) for x in others], [_Low.apply(x) for x in ready]
+        token = [_Low.apply(x) for x in token] if before == TOKEN else token
+        _Fan.apply(_Fan.apply(*token, *leaves, *others), *ready).backward()
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -442,14 +450,17 @@ def _called(n: int, token: bool, low: int) -> list[int]:
     return order
 
 
-def in_turn(inputs: Sequence[int], low: Container[int], token: bool) -> list[int]:
+def in_turn(
+    inputs: Sequence[int], low: Container[int], before: int, waiting: int = 0, gone: Container[int] = ()
+) -> list[int]:
     """How a Function is to take these inputs so that their gradients are handed out in this order. low: those that are
-    no leaves; they come behind. token: of a Link, which it takes before them."""
-    leaves, rest = [i for i in inputs if i not in low], [i for i in inputs if i in low]
+    no leaves; they come behind. gone: those that autograd does not get to from here; they come last."""
+    here = [i for i in inputs if i not in gone]
+    leaves, rest = [i for i in here if i not in low], [i for i in here if i in low]
     placed = [0] * len(leaves)
-    for i, place in zip(leaves, _called(len(leaves), token, len(rest)), strict=True):
+    for i, place in zip(leaves, _called(len(leaves), before, len(rest), waiting), strict=True):
         placed[place] = i
-    return placed + rest
+    return placed + rest + [i for i in inputs if i in gone]
 
 
 class Taken:
@@ -512,17 +523,20 @@ def put_around(step: Step, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     variant, outs, own = step.variant, step.outs, tensors
     token: Tensor | None = None
     delivers: list[tuple[int, Tensor]] = []
+    waiting = 0  # Delivers that are ready when Head is
     if step.apart:
         every = reduce(or_, [1 << min(i, 63) for i in variant.through], 0)
         in_order = sorted(step.apart, key=variant.turns.__getitem__)
         runs = [(bits, [*run]) for bits, run in groupby(in_order, lambda i: variant.apart.get(i, every))]
         for bits, run in reversed(runs):  # what is made last has its turn first
             follows = delivers[-1][1] if delivers and not bits & ~delivers[-1][0] else None
+            waiting += follows is None and bits != 0  # else no backward comes to it
             low = {i for i in run if tensors[i].grad_fn is not None}
-            group = in_turn(run, low, follows is not None)
+            group = in_turn(run, low, NONE if follows is None else TOKEN, max(waiting - 1, 0))
             delivers.append((bits, Deliver.apply(step, (*group,), follows, *[tensors[i] for i in group])))
         own = [t.detach() if i in step.apart else t for i, t in enumerate(tensors)]
         token = cuda_engine.token(step.graph.cuda, requires_grad=True)  # all that the Functions take may stand apart
+    step.taken = variant.taken(tensors, step.apart, waiting)
     for number in range(len(variant.nodes) - 1, 0, -1):
         token = Link.apply(step, number, token, *[own[i] for i in step.taken[number].inputs])
     given: tuple[Tensor, ...] = _put_head(step, token, *[own[i] for i in step.taken[0].inputs])

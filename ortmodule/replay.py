@@ -45,7 +45,8 @@ class ModuleCall(NamedTuple):
             raise RuntimeError("ortmodule: backward(create_graph=True) runs forward again in PyTorch, which does not "
                                f"know {own_gradient}: second derivatives need a torch.autograd.Function")
         first = {leaf: clones[i] for i, leaf in enumerate(graph.leaves) if i in clones}  # arguments that are edited
-        leaves = [t.view_as(t) if t.requires_grad else first[i].clone() if i in first else t
+        twice: dict[int, Tensor] = {}  # a tensor that comes twice is one
+        leaves = [twice.setdefault(id(t), t.view_as(t)) if t.requires_grad else first[i].clone() if i in first else t
                   for i, t in enumerate(self.flat.tensors)]  # fmt: skip
         args, kwargs = self.fill([*leaves, *self.flat.scalars])
         holder = _Holder(state.body)

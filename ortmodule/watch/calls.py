@@ -464,6 +464,8 @@ class Calls(Modules):
             v = todo.pop()
             if type(v) is tuple:
                 todo += v
+            elif type(v) is types.BuiltinMethodType and type(v.__self__) in (list, dict, set):
+                found += [v.__self__] * 2  # wherever else it stands
             elif type(v) in (list, dict, set):
                 found.append(v)
         times = collections.Counter(map(id, found))

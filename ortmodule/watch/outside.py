@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -105,6 +106,12 @@ _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...
     ("the number of threads", torch.get_num_threads, torch.set_num_threads),
     ("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     ("the switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ("which levels are logged", lambda: logging.root.manager.disable, logging.disable),
+    ("numpy's errors", np.geterr, lambda was: np.seterr(**was)),
+    ("how numpy prints", np.get_printoptions, lambda was: np.set_printoptions(**was)),
+    ("how PyTorch prints", lambda: vars(torch._tensor_str.PRINT_OPTS).copy(),
+     lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was)),
+    ("decimal's precision", lambda: decimal.getcontext().prec, lambda was: setattr(decimal.getcontext(), "prec", was)),
     ("a switch of PyTorch's libraries", lambda: [get() for get in _OF_LIBRARIES], None),
 )
 

@@ -96,12 +96,16 @@ def _same(now: Any, was: Any) -> bool:
     return _C.guard_check((LIST, [now], None, (was,))) < 0
 
 
+class _Plain:
+    pass
+
+
 def _looks_like(now: Any, was: Any) -> bool:
     """Objects of one class that have the same attributes, and nothing else."""
     own, before = contents.attributes(now), contents.attributes(was)
     if type(now) is not type(was) or own is None or before is None or contents.container(now):
         return False
-    if any(type(x) is types.MemberDescriptorType for cls in type(now).__mro__ for x in vars(cls).values()):
+    if type(now).__basicsize__ != _Plain.__basicsize__ or type(now).__itemsize__:  # slots, or what lies in C
         return False
     a, b = contents.flat(own), contents.flat(before)
     return len(a) == len(b) and all(map(_same, a, b))
@@ -173,13 +177,13 @@ class Held:
         rows: list[Any] = []
         pairs = [*others]
         inside: list[tuple[Any, Any]] = []  # containers whose contents are what they were, and those
-        watched = {id(row[1]) for row in self._rows if row[0] in _CONTENTS}
+        watched = {id(row[1]) for row in self._rows}
         for row in self._rows:
             now: Any = row[3]
             asked = self._asked.get(id(row[1])) if row[0] == DICT else None
             try:
                 if asked is not None and not asked.whole:
-                    given = asked.given()
+                    given = [*asked.given(), *_behind(asked, row[3], watched)]
                     now = contents.flat(row[1])
                 else:
                     now = now if _C.guard_check(row) < 0 else _there(row)
@@ -269,6 +273,16 @@ class Held:
                 name for i, name in enumerate(self.names) if _C.guard_check(self.table[4 * i : 4 * i + 4]) >= 0
             )
         )
+
+
+def _behind(asked: Asked, flat: tuple[Any, ...], watched: set[int]) -> list[tuple[Any, Any]]:
+    """(what is there now, what was) of entries of its dictionary that code has not asked for by name, and whose
+    contents or attributes are watched: the object's class may have read them."""
+    was = dict(zip(flat[::2], flat[1::2], strict=True))
+    seen = ((asked.own.get(name, ABSENT), v) for name, v in was.items() if name not in asked.gave)
+    if any(name not in was and any(name in vars(cls) for cls in type(asked.obj).__mro__) for name in asked.own):
+        return [(ABSENT, None)]  # it hides an attribute of the class
+    return [(now, v) for now, v in seen if now is not v and (id(v) in watched or id(contents.attributes(v)) in watched)]
 
 
 def _there(row: tuple[Any, ...]) -> Any:

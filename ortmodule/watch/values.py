@@ -335,7 +335,8 @@ class Values(Table):
     def _asks(self, v: Any, own: dict[str, Any]) -> bool:
         """Can all that code gets of this object be noted by the names that it asks for?"""
         cls = type(v)
-        if id(v) in self._weakly or not any(base in self._patched for base in cls.__mro__):
+        reads = next((base for base in cls.__mro__ if "__getattribute__" in vars(base)), None)
+        if id(v) in self._weakly or reads not in self._patched:
             return False
         self._by_name.setdefault(id(own), Asked(v, own)).whole |= id(own) in self._contents or self._past_reads
         return True

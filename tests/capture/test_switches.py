@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import decimal
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,6 +57,11 @@ LEFT: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], Any]] = {
     "benchmark": (lambda on: setattr(torch.backends.cudnn, "benchmark", on), lambda: torch.backends.cudnn.benchmark, True),
     "anomaly": (torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled, True),
     "recursion": (sys.setrecursionlimit, sys.getrecursionlimit, 2345),
+    "numpy's errors": (lambda how: np.seterr(over=how), lambda: np.geterr()["over"], "raise"),
+    "digits of numpy": (lambda n: np.set_printoptions(precision=n), lambda: np.get_printoptions()["precision"], 3),
+    "digits of PyTorch": (lambda n: torch.set_printoptions(precision=n), lambda: torch._tensor_str.PRINT_OPTS.precision, 2),
+    "digits of decimal": (lambda n: setattr(decimal.getcontext(), "prec", n), lambda: decimal.getcontext().prec, 9),
+    "logging": (logging.disable, lambda: logging.root.manager.disable, logging.INFO),
 }
 
 

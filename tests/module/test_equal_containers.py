@@ -117,9 +117,8 @@ def train(ours: Any, module: Any, eager: Any, changes: list[Callable[[Any], None
 
 
 def pair(kind: Any, by: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    torch.manual_seed(0)
-    eager = Held(kind(), by)
-    module = copy.deepcopy(eager)
+    eager, module = Held(kind(), by), Held(kind(), by)
+    module.load_state_dict(eager.state_dict())
     return ORTModule(module), module, eager
 
 
@@ -193,3 +192,83 @@ def test_saves_of_a_hugging_face_model_make_no_capture(tmp_path: Path) -> None:
     assert len(ours.report().graphs) == 1 and not ours.report().eager
     model.config.output_hidden_states = True  # which forward reads
     assert len(ours(input_ids=ids).hidden_states) == 2
+
+
+class Hiding(Plain):
+    """Reads more than it is asked for."""
+
+    def __init__(self) -> None:
+        self.overrides: dict[str, float] = {}
+        self.inner = Plain()
+        super().__init__()
+
+    def __getattribute__(self, key: str) -> Any:
+        read = super().__getattribute__
+        if key == "inner_n":
+            return read("inner").n
+        if key == "many":
+            return float(len(read("names")))
+        return read("overrides")[key] if key in read("overrides") else read(key)
+
+
+class Unit(float):
+    pass
+
+
+class Made(Plain):
+    """Makes what it is asked for, of a class whose values lie in C."""
+
+    def __getattribute__(self, key: str) -> Any:
+        return Unit(super().__getattribute__("n")) if key == "width" else super().__getattribute__(key)
+
+
+class Base:
+    def __init__(self) -> None:
+        self.n, self.mode, self.cache = 2.0, "x", None
+        self.kept = self.cache
+
+
+class Derived(Base):
+    def __getattribute__(self, key: str) -> Any:
+        value = super().__getattribute__(key)
+        return value * 2 if key == "n" and object.__getattribute__(self, "mode") == "double" else value
+
+
+class Two(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.derived = Base(), Derived()
+        self.derived.mode = "double"
+
+
+class Bound(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.push, self.pop = self.names.append, self.names.pop
+
+
+def pushed(h: Any) -> int:
+    h.push("c")
+    n = len(h.names)
+    h.pop()
+    return n
+
+
+BEHIND: dict[str, tuple[Any, Callable[[Any], Any], list[Callable[[Any], None]]]] = {
+    "a dictionary of others": (Hiding, lambda h: h.n, [put("overrides", {}), lambda h: h.overrides.update(n=5.0)]),
+    "an object inside": (Hiding, lambda h: h.inner_n, [lambda h: vars(h).update(inner=Plain()), lambda h: setattr(h.inner, "n", 5.0)]),
+    "a length": (Hiding, lambda h: h.many, [put("names", ["a", "b"]), lambda h: h.names.append("c")]),
+    "an attribute of the class": (Renaming, lambda h: h.width, [put("attribute_map", {"width": "n"}), lambda h: h.attribute_map.update(width="wide"),
+                                                                put("wide", 7.0)]),
+    "what is made when it is read": (Made, lambda h: h.width * 1.0, [put("n", 3.0)]),
+    "a class that derives from another": (Two, lambda h: h.base.n * h.derived.n, [lambda h: setattr(h.derived, "mode", "plain")]),
+    "methods of a list": (Bound, pushed, [put("names", ["a", "b"])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BEHIND)
+def test_what_lies_behind_a_name(row: str) -> None:
+    kind, by, changes = BEHIND[row]
+    if row == "an attribute of the class":  # the other half of the rename is there before it is read
+        changes = [changes[2], *changes[:2]]
+    train(*pair(kind, by), changes)

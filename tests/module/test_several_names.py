@@ -207,3 +207,30 @@ def test_second_derivatives(make: Callable[[], nn.Module]) -> None:
         got.append(mine)
     for a, b in zip(*got, strict=True):
         close(a, b)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(3, 3)
+
+    def forward(self, q: Tensor, k: Tensor | None = None) -> Tensor:
+        return (self.c(q).sin() * (1.0 if k is None else k)).sum()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("unused", [False, True])
+def test_one_tensor_as_two_arguments_differentiated_twice(unused: bool, computed: bool) -> None:
+    module = Pair()
+    if unused:
+        module.forward = lambda q, k: module.c(q).sin().sum()  # type: ignore[assignment]
+    found = []
+    for run in (module, ORTModule(module)):
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+            given = x * 2 if computed else x
+            (first,) = torch.autograd.grad(run(given, given), x, create_graph=True)
+            found.append((first.detach(), *torch.autograd.grad(first.square().sum(), [x, *module.parameters()])))
+    for each in found[1:]:
+        for a, b in zip(each, found[0], strict=True):
+            close(a, b)

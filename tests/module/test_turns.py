@@ -29,6 +29,44 @@ class Tower(nn.Module):
         return self.last(self.norms[2](z)).square().mean(), y
 
 
+class Beside(nn.Module):
+    """Takes a second argument, that some results, or none, depend on."""
+
+    def __init__(self, results: int) -> None:
+        super().__init__()
+        self.l, self.h, self.g, self.results = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), results
+
+    def forward(self, x: Tensor, z: Tensor) -> Any:
+        y = self.l(x).tanh()
+        return (self.h(y), self.g(y + z)) if self.results == 2 else self.g(self.h(y))
+
+
+BESIDE: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "computed": lambda x, z: (x, z * 2),
+    "both computed": lambda x, z: (x.requires_grad_() * 3, z * 2),
+    "leaves": lambda x, z: (x.requires_grad_(), z),
+    "plain": lambda x, z: (x, z.detach()),
+}
+
+
+@pytest.mark.parametrize("segment_mb", [25, 0.0001], ids=["one segment", "many segments"])
+@pytest.mark.parametrize("results", [1, 2])
+def test_arguments_that_stand_apart_change_no_order(results: int, segment_mb: float) -> None:
+    torch.manual_seed(0)
+    module = Beside(results)
+    model, arrived = ORTModule(module, segment_mb=segment_mb), []
+    for name, p in module.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    for kind, given in BESIDE.items():
+        orders = []
+        for run in (module, model):
+            arrived.clear()
+            found = run(*given(torch.randn(4, 8), torch.randn(4, 8, requires_grad=True)))
+            sum(t.square().sum() for t in (found if results == 2 else (found,))).backward()
+            orders.append([*arrived])
+        assert orders[0] == orders[1], kind
+
+
 def deep() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(9)])
 
