@@ -693,6 +693,32 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """nn.TransformerEncoderLayer.forward: in eval mode without gradients one kernel computes all of it, under the CPU's
+    autocast in its type. A trace takes the other way, which ends in that of the norm."""
+
+    def forward(self: Any, src: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found, attn = original(self, src, *args, **kwargs), self.self_attn
+        if (
+            torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled()  # PyTorch asks for that of CUDA
+            and torch.backends.mha.get_fastpath_enabled()
+            and src.dim() == 3
+            and not self.training
+            and attn.batch_first
+            and attn.in_proj_bias is not None
+            and attn._qkv_same_embed_dim
+            and self.activation_relu_or_gelu
+            and self.norm1.eps == self.norm2.eps
+            and attn.num_heads % 2 == 0
+            and not (torch.is_grad_enabled() and any(x.requires_grad for x in (src, *self.parameters())))
+        ):
+            return found.to(torch.get_autocast_dtype("cpu"))
+        return found
+
+    return forward
+
+
 # --- a module that is moved to where it is ---------------------------------------------------------
 
 
@@ -791,7 +817,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
              real: dict[int | str, Tensor] | None = None) -> Iterator[Asked]:  # fmt: skip
     """Around the user's forward while it is traced. is_user_file: neither PyTorch's nor this package's. given, real: of
     Asked."""
-    encode = nn.TransformerEncoder.forward
+    encode, layer = nn.TransformerEncoder.forward, nn.TransformerEncoderLayer.forward
     infer, save, mode = torch.inference_mode, torch.autograd.graph.saved_tensors_hooks, private.DispatchMode
     asked, scope = Asked(is_user_file, given, real), here()
     if scope is not None and scope.watch is not None and real is not None:
@@ -799,6 +825,7 @@ def refusing(is_user_file: Callable[[str], bool], given: dict[int, int | str] | 
     with replaced(
         Patch(private.random, "default_generator", _Generator(private.random.default_generator)),
         Patch(nn.TransformerEncoder, "forward", only_here(_encoder(encode), encode)),
+        Patch(nn.TransformerEncoderLayer, "forward", only_here(_encoder_layer(layer), layer)),
         Patch(nn.Module, "to", only_here(_moving(nn.Module.to), nn.Module.to)),
         Patch(infer, "__enter__", only_here(_inference(infer.__enter__), infer.__enter__)),
         Patch(save, "__enter__", only_here(_saving(save.__enter__), save.__enter__)),

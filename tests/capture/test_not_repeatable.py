@@ -164,6 +164,20 @@ def test_encoder_that_drops_padding_in_eval() -> None:
             torch.testing.assert_close(b, a)
 
 
+def test_an_encoders_kernel_under_autocast() -> None:
+    """In training, and with gradients, the engine's; in eval mode without them one kernel's, whose result is bf16."""
+    torch.manual_seed(0)
+    eager = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0), 1)
+    ours, x = ORTModule(copy.deepcopy(eager)), torch.randn(2, 5, 4)
+    for training, grad in ((True, True), (False, False), (False, True)):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+                a, b = eager.train(training)(x), ours.train(training)(x)
+            assert a.dtype == b.dtype == (torch.float32 if grad else torch.bfloat16)
+            torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
+    assert ours.report().graphs
+
+
 # --- memory that outputs share --------------------------------------------------------------------
 
 
