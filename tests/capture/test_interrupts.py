@@ -4,11 +4,13 @@ was afterwards."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +28,22 @@ from torch.autograd import grad_mode
 from ortmodule import ORTModule, interrupts, patches, quiet, torch_private, watch
 
 BEFORE = logging.Logger.handle, sys.stdout, sys.stderr
+INSIDE = "ORTMODULE_TEST_INSIDE"
+
+
+def apart(test: Callable[..., None]) -> Callable[..., None]:
+    """In a process of its own: what PyTorch itself may leave of a block that was interrupted is nobody else's."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        if os.environ.get(INSIDE):
+            return test(**fixtures)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"{__file__}::{test.__name__}"]
+        env = {**{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}, INSIDE: "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+    return run
 
 
 class Interrupts:
@@ -107,6 +125,7 @@ def as_it_was() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator that is let go
+@apart
 def test_names(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "BEFORE", (logging.Logger.handle, sys.stdout, sys.stderr))
 
@@ -118,6 +137,7 @@ def test_names(monkeypatch):
     assert everywhere(nested, after, patches.__file__, interrupts.__file__, contextlib.__file__) > 500
 
 
+@apart
 def test_the_level_of_vmap():
     def after() -> None:
         y = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
@@ -160,6 +180,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@apart
 def test_a_capture():
     """Where blocks of ours and of PyTorch begin and end. What is left shows at once, but for what a trace would meet."""
     files = [patches.__file__, interrupts.__file__, quiet.__file__, watch.__file__, contextlib.__file__,
@@ -190,6 +211,7 @@ def test_a_capture():
     assert model.report().graphs
 
 
+@apart
 def test_a_fork_while_another_thread_captures():
     """The child uses PyTorch, a wrapper that was captured before, the one that is being captured, and a new one."""
     inside, go_on = threading.Lock(), threading.Event()  # a lock: forward must not be seen to signal
