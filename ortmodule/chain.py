@@ -100,12 +100,12 @@ class Variant:
         full: Variant | None = None,
         number: int | None = None,
         turns: Sequence[int] = (),
-        users: int = 0,
+        n_user: int = 0,
     ) -> None:
-        """number: of these gradients, with another set of values that are computed again. turns: InputSpec.turn. users:
-        how many arguments of the user's there are, the first inputs."""
+        """number: of these gradients, with another set of values that are computed again. turns: InputSpec.turn.
+        n_user: how many arguments of the user's there are, the first inputs."""
         self.number = model.variant(wanted, arriving, group) if number is None else number
-        self.group, self.around, self.full, self.turns = group, around, full, turns
+        self.group, self.around, self.full, self.turns, self.n_user = group, around, full, turns, n_user
         info = model.variant_info(self.number)
         self.wanted = wanted
         self.arriving = arriving
@@ -144,7 +144,7 @@ class Variant:
             self.nodes.append((segments, inputs + rest))
         for _, inputs in self.nodes:
             inputs.sort(key=turns.__getitem__)
-        self.users = [i for i in range(users) if any([i in inputs for _, inputs in self.nodes])]
+        self.users = [i for i in range(n_user) if any([i in inputs for _, inputs in self.nodes])]
         self._taken: dict[tuple[tuple[bool, ...], frozenset[int], int], list[Taken]] = {}
         by_node: list[set[int]] = [set() for _ in self.nodes]
         for segment, i in info["reads"]:
@@ -192,7 +192,7 @@ class Variant:
         if number == self.number:
             return self
         flags = self.wanted, self.arriving, self.group, self.around, self.full
-        return Variant(model, *flags, number, self.turns, len(self.users) and self.users[-1] + 1)
+        return Variant(model, *flags, number, self.turns, self.n_user)
 
 
 class Step:
@@ -301,7 +301,6 @@ class Graph:
         ]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.turns = [spec.turn for spec in captured.inputs]
-        self.turn: dict[str, Any] = {"turns": self.turns, "users": len(self.leaves)}
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
         self.host_inputs = frozenset(self.model.host_inputs)
         if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
@@ -360,7 +359,7 @@ class Graph:
             flags = bytes(wanted), self._groups(wanted, tensors), self.around
             arriving = bytes(self.differentiable)
             while True:  # at most twice: the first only tells which outputs those are
-                found = Variant(self.model, flags[0], arriving, flags[1], flags[2], **self.turn)
+                found = Variant(self.model, flags[0], arriving, *flags[1:], None, None, self.turns, len(self.leaves))
                 reached = bytes([i in found.through for i in range(self.n_outputs)])
                 if reached == arriving:
                     break
@@ -373,8 +372,8 @@ class Graph:
         found = self._variants.get((wanted, arriving))
         if found is None:
             full = self._full_variant(wanted, tensors)
-            group = self._groups(wanted, tensors)
-            found = Variant(self.model, bytes(wanted), arriving, group, self.around, full, **self.turn)
+            flags = bytes(wanted), arriving, self._groups(wanted, tensors), self.around
+            found = Variant(self.model, *flags, full, None, self.turns, len(self.leaves))
             self._variants[wanted, arriving] = found
         return found
 
