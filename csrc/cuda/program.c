@@ -177,7 +177,7 @@ static void *kept_read(const char *path, size_t *size) {
 
 /* Whole or not at all; a directory that cannot be written is no fault. */
 static void kept_write(const char *path, const void *bytes, size_t size) {
-    char part[PLACES + 64];
+    char part[PLACES + 96];
     kept k = {.size = size, .hash = hash_of(NOTHING, bytes, size)};
     memcpy(k.magic, MAGIC, sizeof k.magic);
     snprintf(part, sizeof part, "%s.%ld", path, (long)getpid());

@@ -450,14 +450,14 @@ static om_dim parse_atom(cursor *c) {
     if (take(c, "(")) {
         d = parse_sum(c);
         if (!take(c, ")")) c->bad = true;
-    } else if (take(c, "-")) {
-        d = om_dim_mul(c->g, parse_atom(c), om_dim_int(c->g, -1));
-    } else if (isdigit((unsigned char)*c->s)) {
-        char *end;
+    } else if (isdigit((unsigned char)*c->s) || (*c->s == '-' && isdigit((unsigned char)c->s[1]))) {
+        char *end; /* with its sign: -2^63 has no positive */
         errno = 0;
-        d = strtoll(c->s, &end, 10);
+        d = om_dim_int(c->g, strtoll(c->s, &end, 10));
         if (errno) c->bad = true;
         else c->s = end;
+    } else if (take(c, "-")) {
+        d = om_dim_mul(c->g, parse_atom(c), om_dim_int(c->g, -1));
     } else if (isalpha((unsigned char)*c->s) || *c->s == '_') {
         char name[128];
         size_t n = 0;
@@ -544,10 +544,10 @@ static size_t dim_print(const om_graph *g, om_dim d, char *buf, size_t size, int
     case OM_DIM_ADD:
         if (prec > 0) PUT("(");
         SUB(e->a, 0);
-        if (om_dim_const(g, e->b, &v) && v < 0) PUT(" - %llu", -(unsigned long long)v);
+        if (om_dim_const(g, e->b, &v) && v < 0 && v > INT64_MIN) PUT(" - %lld", -(long long)v);
         else {
             PUT(" + ");
-            SUB(e->b, 0);
+            SUB(e->b, 1);
         }
         if (prec > 0) PUT(")");
         break;

@@ -93,6 +93,16 @@ def test_at_the_ends_of_64_bits(text, value):
     assert d.eval(d.parse(text)) == value
 
 
+@pytest.mark.parametrize("text", ["-9223372036854775808", "(0 - 9223372036854775807 - 1)//(0 - 1)", "s0 - 9223372036854775807 - 1", "s0*(-9223372036854775808) - 3",
+                                  "Max(s0, -9223372036854775808*s1)"])  # fmt: skip
+def test_the_least_number_is_read_as_it_is_written(text):
+    d = Dims()
+    x = d.parse(text)
+    assert d.parse(d.print(x)) == x
+    with pytest.raises(EngineError, match="size expression"):
+        d.parse("9223372036854775808")
+
+
 def test_a_sum_of_many():
     d = Dims()
     many = d.parse(" + ".join(f"Max(s0, {i})" for i in range(500)))
