@@ -102,6 +102,8 @@ static om_status verify_syms(const om_graph *g) {
         if (s->input == OM_NONE) continue;
         VERIFY_GRAPH(g, s->input < g->inputs.n, "symbol %s is bound to graph input %u of %u", s->name, s->input,
                      g->inputs.n);
+        VERIFY_GRAPH(g, om_val(g, g->inputs.v[s->input])->role != OM_GRAD_IN,
+                     "symbol %s is bound to a gradient, which arrives after the forward that needs its value", s->name);
         const om_type *t = om_ty(g, g->inputs.v[s->input]);
         VERIFY_GRAPH(g, s->axis >= 0 ? s->axis < t->rank : t->rank == 0 && om_is_int(t->dtype),
                      "symbol %s is bound to axis %d of an input of rank %d", s->name, s->axis, t->rank);
