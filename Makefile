@@ -300,13 +300,14 @@ $(B)/libortmodule.so: $(B)/libortmodule.a
 
 # --- fuzzing: readers, passes and gradients under ASAN and UBSAN; kernels as `lib` has them -------------------------
 FUZZ_S  ?= 60
+FUZZ_SAME = $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(if $(FUZZ_RUNS),-runs=$(FUZZ_RUNS))
 FUZZ_CC ?= $(if $(shell command -v clang),clang,$(CC))
 fuzz-built: lib
 	@$(MAKE) --no-print-directory B=$(B)/fuzz-$(FUZZ_CC) KB=$(B) CC=$(FUZZ_CC) OPT='-O1 -g -fno-sanitize-recover=all -fsanitize=address,undefined$(if $(filter clang%,$(FUZZ_CC)),$(comma)fuzzer-no-link)' fuzz-bin
 fuzz: fuzz-built   ## fuzz the ONNX and text readers for FUZZ_S seconds (clang: by coverage; FUZZ_CC=gcc: blindly)
 	@OM_LIB=$(B)/libom.so $(PY) tests/fuzz/seeds.py $(B)/fuzz-$(FUZZ_CC)/seeds
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/corpus
-	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=1 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
+	$(B)/fuzz-$(FUZZ_CC)/fuzz_onnx -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=1 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(FUZZ_SAME) $(B)/fuzz-$(FUZZ_CC)/corpus $(B)/fuzz-$(FUZZ_CC)/seeds
 N ?= 2000
 plan-fuzz: build lib   ## N random graphs (FIRST: the first seed) through the planner beside the interpreter, with every instruction set
 	@for isa in $(ISAS); do ORTMODULE_ISA=$$isa OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/engine/test_plan_fuzz.py $(or $(FIRST),0) $$(($(or $(FIRST),0) + $(N))) || exit 1; done
@@ -315,7 +316,7 @@ fuzz-bin: $(B)/fuzz_onnx $(B)/fuzz_files
 fuzz-files: fuzz-built   ## fuzz what a device reads (checkpoints, packed files) for FUZZ_S seconds
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/ondevice/seeds.py $(B)/fuzz-$(FUZZ_CC)/files
 	@mkdir -p $(B)/fuzz-$(FUZZ_CC)/files-corpus
-	OM_FUZZ_TRAINER=$(B)/fuzz-$(FUZZ_CC)/files/0.omd $(B)/fuzz-$(FUZZ_CC)/fuzz_files -max_total_time=$(FUZZ_S) -max_len=32768 -timeout=5 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) $(if $(filter clang%,$(FUZZ_CC)),$(B)/fuzz-$(FUZZ_CC)/files-corpus) $(B)/fuzz-$(FUZZ_CC)/files
+	OM_FUZZ_TRAINER=$(B)/fuzz-$(FUZZ_CC)/files/0.omd $(B)/fuzz-$(FUZZ_CC)/fuzz_files -max_total_time=$(FUZZ_S) -max_len=32768 -timeout=5 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(FUZZ_SAME) $(if $(filter clang%,$(FUZZ_CC)),$(B)/fuzz-$(FUZZ_CC)/files-corpus) $(B)/fuzz-$(FUZZ_CC)/files
 $(B)/fuzz_files: $(OBJ) tests/ondevice/fuzz_files.c tests/fuzz/fuzz.h tests/fuzz/blind.c
 	@$(CC) $(CBASE) -DFUZZ_MAX_LEN=32768 -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/ondevice/fuzz_files.c $(OBJ) $(PBC) $(LIBS) -o $@
 $(B)/fuzz_onnx: $(OBJ) $(B)/tools/onnx_write.o tests/fuzz/fuzz_onnx.c tests/fuzz/fuzz.h tests/fuzz/blind.c

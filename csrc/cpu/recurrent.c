@@ -32,7 +32,7 @@ static om_status recurrent_layout(om_ctx *cx, const om_args *a, bool grad, recur
     *p = (recurrent_plan){.steps = x->dim[0], .n = x->dim[1], .size = w->dim[1], .dtype = x->dtype,
                           .wide_dtype = om_compute_dtype(x->dtype), .kind = om_args_int(a, "kind", 0),
                           .reverse = om_args_int(a, "reverse", 0), .bias = !grad && a->in[2].dtype};
-    p->gates = p->kind == OM_LSTM ? 4 : p->kind == OM_GRU ? 3 : 1;
+    p->gates = om_rnn_gates(p->kind);
     p->elem = (int64_t)om_dtype_size(p->wide_dtype);
     p->widen = p->dtype != p->wide_dtype;
     const int wide = p->wide_dtype == OM_F64;

@@ -4,9 +4,8 @@
 #define OM_RECURRENT_H
 
 #include "cpu/kernels_isa.h"
+#include "ops/recurrent.h"
 #include "ortmodule.h"
-
-enum { OM_RNN_RELU, OM_RNN_TANH, OM_LSTM, OM_GRU };
 
 typedef struct om_recurrent_row {
     void *gate;              /* what the activations are taken of; what they gave. GRU: (r, z, n, h's share of n) */

@@ -356,6 +356,7 @@ typedef struct om_gpu_counted {
 
 /* --- recurrent.cu -------------------------------------------------------------------------------------- */
 
+/* as ops/recurrent.h has them */
 enum { OM_GPU_RELU, OM_GPU_TANH, OM_GPU_LSTM, OM_GPU_GRU };
 /* One step of n samples with `size` units, all dense; of the compute type unless said */
 typedef struct om_gpu_recurrent {

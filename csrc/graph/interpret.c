@@ -189,8 +189,7 @@ om_status om_interpret(om_ctx *cx, const om_graph *g, const om_tensor *in, uint6
         if ((s = om_tensor_of(cx, g, v, sym, &val[v])) != OM_OK) break;
         if (x->input != OM_NONE) {
             const om_tensor *t = &in[x->input];
-            if (t->dtype != val[v].dtype || t->rank != val[v].rank ||
-                memcmp(t->dim, val[v].dim, t->rank * sizeof *t->dim))
+            if (!om_same_kind(t, &val[v]))
                 s = om_fail(cx, OM_INVALID, "graph input %s: dtype, rank or sizes differ from the graph's",
                             x->name ? x->name : "?");
             val[v] = *t;

@@ -65,6 +65,8 @@ om_status om_onnx_err_at(om_onnx *o, om_status s, const char *file, int line, co
 
 /* Is this a well-formed message of type d? Otherwise OM_INVALID with byte offset and reason. */
 om_status om_onnx_wire(om_ctx *cx, const ProtobufCMessageDescriptor *d, const uint8_t *bytes, size_t size);
+/* A file, which om_onnx_wire has found well-formed, as messages in `mem`. NULL: recorded. */
+Onnx__ModelProto *om_onnx_unpack(om_ctx *cx, om_arena *mem, const void *bytes, size_t size);
 
 /* operands; i beyond the node's inputs counts as left out */
 bool om_onnx_has(const om_onnx *o, int i);

@@ -788,24 +788,19 @@ static om_status read_model(om_onnx *o, const Onnx__ModelProto *m) {
     return read_check_symbols(o);
 }
 
-static void *read_pb_alloc(void *arena, size_t size) { return om_arena_alloc(arena, size ? size : 1); }
-static void read_pb_free(void *arena, void *p) { (void)arena, (void)p; }
-
 om_status om_onnx_read(om_ctx *cx, const void *bytes, size_t size, om_graph **out) {
     *out = NULL;
     if (cx->status != OM_OK) return cx->status;
     OM_TRY(om_onnx_wire(cx, &onnx__model_proto__descriptor, bytes, size));
     om_arena file = {.cx = cx};
-    ProtobufCAllocator al = {.alloc = read_pb_alloc, .free = read_pb_free, .allocator_data = &file};
     om_onnx o = {.cx = cx,
                  .tmp = {.cx = cx},
                  .names = {.cx = cx},
                  .types = {.cx = cx},
                  .meta = {.cx = cx},
                  .g = om_graph_new(cx)};
-    const Onnx__ModelProto *m = o.g ? onnx__model_proto__unpack(&al, size, bytes) : NULL;
+    const Onnx__ModelProto *m = o.g ? om_onnx_unpack(cx, &file, bytes, size) : NULL;
     om_status s = cx->status;
-    if (s == OM_OK && !m) s = om_fail(cx, OM_INVALID, "not a valid ONNX file: protobuf cannot be unpacked");
     if (s == OM_OK) s = read_model(&o, m);
     if (s == OM_OK) s = cx->status;
     om_strmap_free(&o.names);

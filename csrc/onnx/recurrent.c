@@ -5,8 +5,7 @@
  * and the batch inside of the directions: their weights are cut and put in order first.
  */
 #include "onnx/map.h"
-
-enum { RNN_RELU, RNN_TANH, LSTM, GRU };
+#include "ops/recurrent.h"
 
 typedef struct layer { om_id w_ih, w_hh, b_ih, b_hh, h0, c0; } layer; /* biases: OM_NONE for none */
 
@@ -14,10 +13,10 @@ typedef struct layer { om_id w_ih, w_hh, b_ih, b_hh, h0, c0; } layer; /* biases:
 static void map_direction(om_onnx *o, int kind, om_id x, const layer *l, bool reverse, om_id *y, om_id *h, om_id *c) {
     om_graph *g = o->g;
     om_id bias = l->b_ih;
-    if (kind != GRU && bias != OM_NONE) bias = MAKE2(add, bias, l->b_hh);
+    if (kind != OM_GRU && bias != OM_NONE) bias = MAKE2(add, bias, l->b_hh);
     om_id gx = om_make(g, &om_op_matmul, (om_id[]){x, om_b_transpose(g, l->w_ih, 0, 1), bias}, bias == OM_NONE ? 2 : 3,
                        NULL, 0);
-    *y = om_make(g, &om_op_recurrent, (om_id[]){gx, l->w_hh, kind == GRU ? l->b_hh : OM_NONE, l->h0, l->c0}, 5,
+    *y = om_make(g, &om_op_recurrent, (om_id[]){gx, l->w_hh, kind == OM_GRU ? l->b_hh : OM_NONE, l->h0, l->c0}, 5,
                  OM_ATTRS(OM_AI("kind", kind), OM_AI("reverse", reverse)));
     *h = *c = OM_NONE;
     if (FAILED) return;
@@ -30,18 +29,20 @@ static void map_direction(om_onnx *o, int kind, om_id x, const layer *l, bool re
 
 static om_status map_torch_layer(om_onnx *o) {
     const char *name = o->row->name, *how = om_onnx_str(o, "nonlinearity", "tanh");
-    const int kind = !strcmp(name, "LSTM") ? LSTM : !strcmp(name, "GRU") ? GRU : !strcmp(how, "relu") ? RNN_RELU
-                                                                                                      : RNN_TANH;
+    const int kind = !strcmp(name, "LSTM")  ? OM_LSTM
+                     : !strcmp(name, "GRU") ? OM_GRU
+                     : !strcmp(how, "relu") ? OM_RNN_RELU
+                                            : OM_RNN_TANH;
     const layer l = {IN(1), IN(2), IN(3), IN(4), IN(5), IN(6)};
     om_id x = IN(0), y, h, c;
     om_type t = om_map_type_of(o, x), w = om_map_type_of(o, l.w_ih);
     ONNX_CHECK(o, t.rank == 3 && w.rank == 2, "x has rank %d, its weight %d; 3 and 2 are needed", t.rank, w.rank);
     ONNX_CHECK(o, (l.b_ih == OM_NONE) == (l.b_hh == OM_NONE), "one bias without the other");
-    ONNX_CHECK(o, (l.c0 != OM_NONE) == (kind == LSTM), "a cell state is for LSTM");
+    ONNX_CHECK(o, (l.c0 != OM_NONE) == (kind == OM_LSTM), "a cell state is for LSTM");
     map_direction(o, kind, x, &l, INT("reverse", 0) != 0, &y, &h, &c);
     SET(0, y);
     SET(1, h);
-    if (kind == LSTM) SET(2, c);
+    if (kind == OM_LSTM) SET(2, c);
     return o->cx->status;
 }
 
@@ -67,9 +68,9 @@ static om_status map_standard(om_onnx *o) {
     static const int order[4][4] = {{0}, {0}, {0, 2, 3, 1}, {1, 0, 2}}; /* i o f c, z r h -> torch's */
     om_graph *g = o->g;
     const char *name = o->row->name, *way = om_onnx_str(o, "direction", "forward");
-    int kind = !strcmp(name, "LSTM") ? LSTM : !strcmp(name, "GRU") ? GRU : RNN_TANH;
-    const int gates = kind == LSTM ? 4 : kind == GRU ? 3 : 1, dirs = !strcmp(way, "bidirectional") ? 2 : 1;
-    om_id x = IN(0), w = IN(1), r = IN(2), bias = IN(3), h0 = IN(5), c0 = kind == LSTM ? IN(6) : OM_NONE, out[3][2];
+    int kind = !strcmp(name, "LSTM") ? OM_LSTM : !strcmp(name, "GRU") ? OM_GRU : OM_RNN_TANH;
+    const int gates = om_rnn_gates(kind), dirs = !strcmp(way, "bidirectional") ? 2 : 1;
+    om_id x = IN(0), w = IN(1), r = IN(2), bias = IN(3), h0 = IN(5), c0 = kind == OM_LSTM ? IN(6) : OM_NONE, out[3][2];
     om_type t = om_map_type_of(o, x), wt = om_map_type_of(o, w), rt = om_map_type_of(o, r);
     const Onnx__AttributeProto *acts = om_onnx_attr(o, "activations");
     if (FAILED) return o->cx->status;
@@ -81,18 +82,18 @@ static om_status map_standard(om_onnx *o) {
     if (om_onnx_has(o, 7)) REFUSE("peepholes are not supported");
     if (om_onnx_attr(o, "clip") || INT("layout", 0) || INT("input_forget", 0))
         REFUSE("clip, layout and input_forget are not supported");
-    if (kind == GRU && !INT("linear_before_reset", 0)) REFUSE("linear_before_reset = 0 is not supported");
+    if (kind == OM_GRU && !INT("linear_before_reset", 0)) REFUSE("linear_before_reset = 0 is not supported");
     for (size_t i = 0; acts && i < acts->n_strings; i++) {
         static const char *const usual[4][3] = {{"Relu"}, {"Tanh"}, {"Sigmoid", "Tanh", "Tanh"}, {"Sigmoid", "Tanh"}};
         const ProtobufCBinaryData *s = &acts->strings[i];
-        if (kind <= RNN_TANH && i == 0 && s->len == 4 && !memcmp(s->data, "Relu", 4)) kind = RNN_RELU;
-        const char *want = usual[kind][i % (kind == LSTM ? 3 : kind == GRU ? 2 : 1)];
+        if (kind <= OM_RNN_TANH && i == 0 && s->len == 4 && !memcmp(s->data, "Relu", 4)) kind = OM_RNN_RELU;
+        const char *want = usual[kind][i % (kind == OM_LSTM ? 3 : kind == OM_GRU ? 2 : 1)];
         if (s->len != strlen(want) || memcmp(s->data, want, s->len) != 0)
             REFUSE("activation %.*s", (int)s->len, s->data);
     }
     const om_dim state[3] = {dirs, t.dim[1], rt.dim[2]};
     if (h0 == OM_NONE) h0 = om_b_fill(g, t.dtype, state, 3, 0);
-    if (c0 == OM_NONE && kind == LSTM) c0 = om_b_fill(g, t.dtype, state, 3, 0);
+    if (c0 == OM_NONE && kind == OM_LSTM) c0 = om_b_fill(g, t.dtype, state, 3, 0);
     for (int d = 0; d < dirs; d++) {
         layer l = {map_blocks(o, map_direction_of(o, w, d), order[kind], gates),
                    map_blocks(o, map_direction_of(o, r, d), order[kind], gates), OM_NONE, OM_NONE,
@@ -107,10 +108,10 @@ static om_status map_standard(om_onnx *o) {
         if (FAILED) return o->cx->status;
         const om_type y = *om_ty(g, out[0][d]);
         out[0][d] = om_b_reshape(g, out[0][d], (om_dim[]){y.dim[0], 1, y.dim[1], y.dim[2]}, 4);
-        for (int i = 1; i < (kind == LSTM ? 3 : 2); i++)
+        for (int i = 1; i < (kind == OM_LSTM ? 3 : 2); i++)
             out[i][d] = om_b_reshape(g, out[i][d], (om_dim[]){1, y.dim[1], y.dim[2]}, 3);
     }
-    for (int i = 0; i < (kind == LSTM ? 3 : 2); i++)
+    for (int i = 0; i < (kind == OM_LSTM ? 3 : 2); i++)
         SET(i, dirs == 1 ? out[i][0] : om_make(g, &om_op_concat, out[i], 2, OM_ATTRS(OM_AI("axis", i == 0))));
     return o->cx->status;
 }

@@ -120,3 +120,14 @@ om_status om_onnx_wire(om_ctx *cx, const ProtobufCMessageDescriptor *d, const ui
     wire w = {cx, bytes};
     return wire_message(&w, d, bytes, bytes + size, 0);
 }
+
+static void *unpack_alloc(void *arena, size_t size) { return om_arena_alloc(arena, size ? size : 1); }
+static void unpack_free(void *arena, void *p) { (void)arena, (void)p; }
+
+Onnx__ModelProto *om_onnx_unpack(om_ctx *cx, om_arena *mem, const void *bytes, size_t size) {
+    ProtobufCAllocator al = {.alloc = unpack_alloc, .free = unpack_free, .allocator_data = mem};
+    Onnx__ModelProto *m = onnx__model_proto__unpack(&al, size, bytes);
+    if (m) return m;
+    om_fail(cx, OM_INVALID, "not a valid ONNX file: protobuf cannot be unpacked"); /* unless memory was lacking */
+    return NULL;
+}

@@ -65,6 +65,18 @@ static inline om_status attr_axis(om_graph *g, const om_node *n, int rank, int *
     return OM_OK;
 }
 
+/* Of start:end:step, where start <= end and step >= 1. */
+static inline om_dim attr_slice_size(om_graph *g, om_dim start, om_dim end, int64_t step) {
+    om_dim span = om_dim_sub(g, end, start);
+    return step == 1 ? span : om_dim_div(g, om_dim_add(g, span, step - 1), step);
+}
+
+/* The type rule of what is as its first operand. */
+static inline om_status attr_same_infer(om_graph *g, const om_node *n, om_type *out) {
+    *out = *om_ty(g, om_ins(g, n)[0]);
+    return OM_OK;
+}
+
 /* Attribute `axes` as bits, all of them when absent. In a type rule and in a kernel. */
 static inline uint32_t attr_axes_mask(const om_attr *attr, int n_attr, int rank) {
     const om_attr *a = om_attr_get(attr, n_attr, "axes");

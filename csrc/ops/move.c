@@ -13,10 +13,6 @@ static om_status attr_dtype(om_graph *g, const om_node *n, om_type *out) {
 
 /* --- copy ------------------------------------------------------------------------------------------- */
 
-static om_status same_infer(om_graph *g, const om_node *n, om_type *out) {
-    *out = *om_ty(g, om_ins(g, n)[0]);
-    return OM_OK;
-}
 static om_status copy_grad(om_builder *b, const om_node *n, const om_id *dy, const bool *want, om_id *dx) {
     (void)b, (void)n, (void)want;
     dx[0] = dy[0];
@@ -25,7 +21,7 @@ static om_status copy_grad(om_builder *b, const om_node *n, const om_id *dy, con
 
 const om_op om_op_copy = {
     OM_OP(copy), .kind = OM_K_GATHER, .min_in = 1, .max_in = 1, .n_out = 1,
-    .infer = same_infer, .grad = copy_grad,
+    .infer = attr_same_infer, .grad = copy_grad,
 };
 
 /* --- concat ----------------------------------------------------------------------------------------- */
@@ -115,18 +111,13 @@ const om_op om_op_pad = {
 
 /* --- slice_put, slice_scatter ------------------------------------------------------------------------- */
 
-static om_dim slice_size(om_graph *g, om_dim start, om_dim end, int64_t step) {
-    om_dim span = om_dim_sub(g, end, start);
-    return step == 1 ? span : om_dim_div(g, om_dim_add(g, span, step - 1), step);
-}
-
 /* `src` goes to start:end:step along axis of something of `whole`'s sizes. */
 static om_status slice_check(om_graph *g, const om_node *n, const om_type *src, const om_type *whole) {
     int axis;
     OM_TRY(attr_axis(g, n, whole->rank, &axis));
     int64_t step = om_node_int(n, "step", 1);
-    om_dim size = slice_size(g, attr_dim(n, "start", 0), attr_dim(n, "end", whole->dim[axis]), step < 1 ? 1 : step);
     OM_CHECK(g->cx, step >= 1, "%s: step is %lld; it must be at least 1", n->op->name, (long long)step);
+    om_dim size = attr_slice_size(g, attr_dim(n, "start", 0), attr_dim(n, "end", whole->dim[axis]), step);
     OM_CHECK(g->cx, src->rank == whole->rank && src->dtype == whole->dtype,
              "%s: a %s of rank %d cannot go into a %s of rank %d", n->op->name, om_dtype_name(src->dtype), src->rank,
              om_dtype_name(whole->dtype), whole->rank);

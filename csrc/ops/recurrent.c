@@ -10,14 +10,13 @@
  * gives the gradient of gx; those of w and b are one product and one sum over the whole sequence.
  */
 #include "ops/attr.h"
-
-enum { RNN_RELU, RNN_TANH, LSTM, GRU };
+#include "ops/recurrent.h"
 
 static om_status recurrent_kind(om_graph *g, const om_node *n, int64_t *kind, int64_t *gates) {
     *kind = om_node_int(n, "kind", -1);
-    OM_CHECK(g->cx, *kind >= RNN_RELU && *kind <= GRU, "%s: kind %lld; 0 relu, 1 tanh, 2 LSTM, 3 GRU", n->op->name,
-             (long long)*kind);
-    *gates = *kind == LSTM ? 4 : *kind == GRU ? 3 : 1;
+    OM_CHECK(g->cx, *kind >= OM_RNN_RELU && *kind <= OM_GRU, "%s: kind %lld; 0 relu, 1 tanh, 2 LSTM, 3 GRU",
+             n->op->name, (long long)*kind);
+    *gates = om_rnn_gates(*kind);
     return OM_OK;
 }
 
@@ -42,18 +41,18 @@ static om_status recurrent_infer(om_graph *g, const om_node *n, om_type *out) {
                         !attr_differs(g, x->dim[2], rows),
              "recurrent: w (%lld, %lld) and %lld columns of gx; %lld times the hidden size is needed",
              (long long)w->dim[0], (long long)w->dim[1], (long long)x->dim[2], (long long)gates);
-    OM_CHECK(g->cx, (in[2] != OM_NONE) <= (kind == GRU) && (in[4] != OM_NONE) == (kind == LSTM),
+    OM_CHECK(g->cx, (in[2] != OM_NONE) <= (kind == OM_GRU) && (in[4] != OM_NONE) == (kind == OM_LSTM),
              "recurrent: b is for GRU, c0 for LSTM");
     if (in[2] != OM_NONE) OM_TRY(recurrent_shape(g, n, in[2], "b", x->dtype, 1, rows, 0));
     OM_TRY(recurrent_shape(g, n, in[3], "h0", x->dtype, 2, x->dim[1], size));
-    if (kind == LSTM) OM_TRY(recurrent_shape(g, n, in[4], "c0", x->dtype, 2, x->dim[1], size));
+    if (kind == OM_LSTM) OM_TRY(recurrent_shape(g, n, in[4], "c0", x->dtype, 2, x->dim[1], size));
     for (int i = 0; i < 4; i++) out[i] = *x;
     out[0].dim[2] = out[3].dim[2] = size;
     out[2].dim[2] = 4 * size;
     out[1].rank = 2, out[1].dim[0] = x->dim[1], out[1].dim[1] = size;
     out[2].dtype = out[3].dtype = (uint8_t)om_compute_dtype(x->dtype);
     for (int i = 1; i < 4; i++)
-        if (kind != LSTM && !(kind == GRU && i == 2)) out[i].rank = 1, out[i].dim[0] = 0;
+        if (kind != OM_LSTM && !(kind == OM_GRU && i == 2)) out[i].rank = 1, out[i].dim[0] = 0;
     return OM_OK;
 }
 
@@ -73,11 +72,11 @@ static om_status recurrent_grad_build(om_builder *b, const om_node *n, const om_
     const int64_t kind = om_node_int(n, "kind", 0), reverse = om_node_int(n, "reverse", 0);
     const om_id d = dy[0] == OM_NONE ? om_b_zeros_like(g, y) : dy[0];
     const om_id r = om_make(g, &om_op_recurrent_grad,
-                            (om_id[]){d, kind == LSTM ? dy[1] : OM_NONE, w, h0, c0, y, kind >= LSTM ? y + 2 : OM_NONE,
-                                      kind == LSTM ? y + 3 : OM_NONE},
+                            (om_id[]){d, kind == OM_LSTM ? dy[1] : OM_NONE, w, h0, c0, y,
+                                      kind >= OM_LSTM ? y + 2 : OM_NONE, kind == OM_LSTM ? y + 3 : OM_NONE},
                             8, OM_ATTRS(OM_AI("kind", kind), OM_AI("reverse", reverse)));
     if (r == OM_NONE) return g->cx->status;
-    const om_id dgh = kind == GRU ? r + 1 : r;
+    const om_id dgh = kind == OM_GRU ? r + 1 : r;
     if (want[0]) dx[0] = r;
     if (want[1]) {
         const om_type t = *om_ty(g, dgh), yt = *om_ty(g, y);
@@ -88,7 +87,7 @@ static om_status recurrent_grad_build(om_builder *b, const om_node *n, const om_
     }
     if (om_ins(g, n)[2] != OM_NONE && want[2]) dx[2] = om_b_sum(g, dgh, 3, false);
     if (want[3]) dx[3] = r + 2;
-    if (kind == LSTM && want[4]) dx[4] = r + 3;
+    if (kind == OM_LSTM && want[4]) dx[4] = r + 3;
     return g->cx->status;
 }
 
@@ -97,13 +96,13 @@ static om_status recurrent_grad_infer(om_graph *g, const om_node *n, om_type *ou
     const om_type *dy = om_ty(g, in[0]), *w = om_ty(g, in[2]), *h0 = om_ty(g, in[3]);
     int64_t kind, gates;
     OM_TRY(recurrent_kind(g, n, &kind, &gates));
-    OM_CHECK(g->cx, dy->rank == 3 && w->rank == 2 && h0->rank == 2 && (kind < LSTM || in[6] != OM_NONE) &&
-                        (kind != LSTM || (in[4] != OM_NONE && in[7] != OM_NONE)),
+    OM_CHECK(g->cx, dy->rank == 3 && w->rank == 2 && h0->rank == 2 && (kind < OM_LSTM || in[6] != OM_NONE) &&
+                        (kind != OM_LSTM || (in[4] != OM_NONE && in[7] != OM_NONE)),
              "recurrent_grad: an operand is missing or of another rank");
     for (int i = 0; i < 2; i++) out[i] = *dy, out[i].dim[2] = w->dim[0];
     out[2] = out[3] = *h0;
-    if (kind != GRU) out[1].rank = 1, out[1].dim[0] = 0;
-    if (kind != LSTM) out[3].rank = 1, out[3].dim[0] = 0;
+    if (kind != OM_GRU) out[1].rank = 1, out[1].dim[0] = 0;
+    if (kind != OM_LSTM) out[3].rank = 1, out[3].dim[0] = 0;
     return OM_OK;
 }
 

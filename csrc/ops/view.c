@@ -166,12 +166,6 @@ const om_op om_op_expand = {
 
 /* --- slice ------------------------------------------------------------------------------------------ */
 
-/* ceil((end - start) / step), at least 0 */
-static om_dim slice_size(om_graph *g, om_dim start, om_dim end, int64_t step) {
-    om_dim span = om_dim_sub(g, end, start);
-    return step == 1 ? span : om_dim_div(g, om_dim_add(g, span, step - 1), step);
-}
-
 static om_status slice_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     int axis;
@@ -185,7 +179,7 @@ static om_status slice_infer(om_graph *g, const om_node *n, om_type *out) {
              "slice: %lld to %lld of axis %d of size %lld; 0 <= start <= end <= size is required",
              ks ? (long long)s : -1, ke ? (long long)e : -1, axis, kd ? (long long)d : -1);
     *out = *x;
-    out->dim[axis] = slice_size(g, start, end, step);
+    out->dim[axis] = attr_slice_size(g, start, end, step);
     return OM_OK;
 }
 
@@ -256,11 +250,6 @@ const om_op om_op_flip = {
 
 /* --- identity with a special gradient ----------------------------------------------------------------- */
 
-static om_status same_infer(om_graph *g, const om_node *n, om_type *out) {
-    *out = *om_ty(g, om_ins(g, n)[0]);
-    return OM_OK;
-}
-
 static bool same_view(const om_args *a, const om_tensor *in, om_tensor *out, int64_t *offset) {
     (void)a;
     for (int i = 0; i < in->rank; i++) out->stride[i] = in->stride[i];
@@ -270,7 +259,7 @@ static bool same_view(const om_args *a, const om_tensor *in, om_tensor *out, int
 
 const om_op om_op_stop_grad = {
     OM_OP(stop_grad), .kind = OM_K_VIEW, .min_in = 1, .max_in = 1, .n_out = 1,
-    .infer = same_infer, .view = same_view,
+    .infer = attr_same_infer, .view = same_view,
 };
 
 static om_status straight_through_infer(om_graph *g, const om_node *n, om_type *out) {
@@ -300,7 +289,7 @@ static om_status zero_grad_grad(om_builder *b, const om_node *n, const om_id *dy
 
 const om_op om_op_zero_grad = {
     OM_OP(zero_grad), .kind = OM_K_VIEW, .min_in = 2, .max_in = 2, .n_out = 1,
-    .infer = same_infer, .view = same_view, .grad = zero_grad_grad,
+    .infer = attr_same_infer, .view = same_view, .grad = zero_grad_grad,
 };
 
 const om_op om_op_straight_through = {

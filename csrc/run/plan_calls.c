@@ -229,8 +229,7 @@ static om_status values_place(planner *pl, const om_tensor *in) {
         if (x->input != OM_NONE) {
             if (x->role != OM_GRAD_IN) {
                 const om_tensor *t = &in[x->input];
-                if (t->dtype != o->t.dtype || t->rank != o->t.rank ||
-                    memcmp(t->dim, o->t.dim, t->rank * sizeof *t->dim))
+                if (!om_same_kind(t, &o->t))
                     return om_fail(pl->cx, OM_INVALID, "graph input %u (%s): %s given, %s expected: its sizes "
                                    "contradict those of other inputs",
                                    x->input, x->name ? x->name : "?", om_kind_write(t->dtype, t->rank, t->dim).s,

@@ -7,12 +7,8 @@
  */
 #include "trainer/cut.h"
 
-static void *pb_alloc(void *arena, size_t size) { return om_arena_alloc(arena, size ? size : 1); }
-static void pb_free(void *arena, void *p) { (void)arena, (void)p; }
-
 void om_cut_begin(om_cut *c, om_ctx *cx) {
     *c = (om_cut){.cx = cx, .mem = {.cx = cx}, .need = {.cx = cx}};
-    c->al = (ProtobufCAllocator){.alloc = pb_alloc, .free = pb_free, .allocator_data = &c->mem};
 }
 
 void om_cut_end(om_cut *c) {
@@ -22,9 +18,9 @@ void om_cut_end(om_cut *c) {
 
 Onnx__ModelProto *om_cut_unpack(om_cut *c, om_bytes onnx, bool checked) {
     if (!checked && om_onnx_wire(c->cx, &onnx__model_proto__descriptor, onnx.data, onnx.size) != OM_OK) return NULL;
-    Onnx__ModelProto *m = onnx__model_proto__unpack(&c->al, onnx.size, onnx.data);
-    if (m && m->graph) return m;
-    om_fail(c->cx, m ? OM_INVALID : OM_NOMEM, m ? "not a valid ONNX file: it has no graph" : "out of memory");
+    Onnx__ModelProto *m = om_onnx_unpack(c->cx, &c->mem, onnx.data, onnx.size);
+    if (!m || m->graph) return m;
+    om_fail(c->cx, OM_INVALID, "not a valid ONNX file: it has no graph");
     return NULL;
 }
 

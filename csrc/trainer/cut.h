@@ -9,7 +9,6 @@ typedef struct om_cut {
     om_arena mem;        /* of lists */
     om_strmap need;      /* names of values */
     Onnx__GraphProto g;  /* a copy of the graph, whose lists are replaced by shorter ones */
-    ProtobufCAllocator al;
 } om_cut;
 
 void om_cut_begin(om_cut *c, om_ctx *cx);

@@ -83,15 +83,12 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
     return OM_OK;
 }
 
-static void *pb_alloc(void *arena, size_t size) { return om_arena_alloc(arena, size ? size : 1); }
-static void pb_free(void *arena, void *p) { (void)arena, (void)p; }
-
 om_status om_trainer_optimizer(om_trainer *t, om_bytes onnx) {
     om_arena mem = {.cx = t->host};
-    ProtobufCAllocator al = {.alloc = pb_alloc, .free = pb_free, .allocator_data = &mem};
     om_status s = om_onnx_wire(t->host, &onnx__model_proto__descriptor, onnx.data, onnx.size);
-    const Onnx__ModelProto *m = s == OM_OK ? onnx__model_proto__unpack(&al, onnx.size, onnx.data) : NULL;
-    if (s == OM_OK && (!m || !m->graph)) s = om_fail(t->host, OM_INVALID, "optimizer graph: there is none in it");
+    const Onnx__ModelProto *m = s == OM_OK ? om_onnx_unpack(t->host, &mem, onnx.data, onnx.size) : NULL;
+    if (!m) s = t->host->status;
+    else if (!m->graph) s = om_fail(t->host, OM_INVALID, "optimizer graph: there is none in it");
     for (size_t i = 0; s == OM_OK && i < m->graph->n_node; i++) s = node_read(t, m->graph->node[i]);
     if (s == OM_OK && t->optimizer == OM_T_NONE) s = om_fail(t->host, OM_INVALID, "optimizer graph: has no optimizer");
     om_arena_free(&mem);

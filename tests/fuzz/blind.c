@@ -1,11 +1,12 @@
 /* blind.c - drives a libFuzzer target where there is no libFuzzer (gcc): mutates seeds without looking at coverage.
  *
- *     fuzz_onnx [-max_total_time=SECONDS] [-timeout=SECONDS] [-seed=N] FILE|DIRECTORY...      other options of
- *     libFuzzer are accepted and ignored
+ *     fuzz_onnx [-max_total_time=SECONDS] [-runs=N] [-timeout=SECONDS] [-seed=N] FILE|DIRECTORY...      other
+ *     options of libFuzzer are accepted and ignored
  *
  * Files among the arguments are run as they are first. Half of the inputs are one seed changed in a few places, the
  * others begin like one seed and end like another. An input that dies, or takes more than -timeout= seconds of the
- * processor (1), is written to ./crash-blind, or to -artifact_prefix=. The seed of the generator is printed.
+ * processor (1), is written to ./crash-blind, or to -artifact_prefix=. The seed of the generator is printed; with it and -runs= the
+ * same inputs come again, however fast the machine is.
  */
 #include <dirent.h>
 #include <signal.h>
@@ -122,9 +123,11 @@ static void aborted(int sig) {
 
 int main(int argc, char **argv) {
     double seconds = 60;
+    long runs = 0, most = -1; /* all that fit into the time */
     state = (uint64_t)time(NULL);
     for (int i = 1; i < argc; i++) {
         if (!strncmp(argv[i], "-max_total_time=", 16)) seconds = atof(argv[i] + 16);
+        else if (!strncmp(argv[i], "-runs=", 6)) most = atol(argv[i] + 6);
         else if (!strncmp(argv[i], "-timeout=", 9)) timeout = atoi(argv[i] + 9);
         else if (!strncmp(argv[i], "-seed=", 6)) state = strtoull(argv[i] + 6, NULL, 10);
         else if (!strncmp(argv[i], "-artifact_prefix=", 17))
@@ -143,8 +146,7 @@ int main(int argc, char **argv) {
         memcpy(input, seed[i].data, seed[i].size);
         run(seed[i].size);
     }
-    long runs = 0;
-    for (time_t end = time(NULL) + (time_t)seconds; time(NULL) < end; runs++) {
+    for (time_t end = time(NULL) + (time_t)seconds; runs != most && time(NULL) < end; runs++) {
         const int a = (int)draw((uint64_t)n_seeds), b = (int)draw((uint64_t)n_seeds);
         size_t n = seed[a].size;
         memcpy(input, seed[a].data, n);
