@@ -1,4 +1,4 @@
-/* ctx.c - the context: services, first error, memory, threads.
+/* ctx.c - the context: services, first error, memory.
  *
  * Every allocation of the engine goes through om_alloc, so a host that counts, limits or fails allocations sees all of
  * them. A block is preceded by 64 bytes that hold its size. om_arena hands out pieces of growing chunks and is freed
@@ -206,19 +206,6 @@ bool om_grow(om_ctx *cx, void **v, uint32_t *cap, size_t elem) {
     *v = p;
     *cap = want;
     return true;
-}
-
-/* --- threads ----------------------------------------------------------------------------------- */
-
-void om_parallel_for(om_ctx *cx, int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *arg) {
-    if (n <= 0) return;
-    if (n <= grain || cx->sv.num_threads(cx->sv.user) <= 1) fn(arg, 0, n);
-    else cx->sv.parallel_for(cx->sv.user, n, grain < 1 ? 1 : grain, fn, arg);
-}
-
-int om_num_threads(om_ctx *cx) {
-    int n = cx->sv.num_threads(cx->sv.user);
-    return cx->max_threads && cx->max_threads < n ? cx->max_threads : n;
 }
 
 /* --- dtypes ------------------------------------------------------------------------------------ */

@@ -35,6 +35,7 @@ struct om_ctx {
     bool rehearses;        /* indices and labels are nobody's data: what kernels note about them is forgotten */
     char padding[96];      /* what that pass has done, or why not */
     const struct om_device *device; /* what runs this context's plans; the CPU's unless set otherwise */
+    const void *call;      /* what is being computed: loops of one call are known again by it (parallel.c) */
 };
 
 /* Records the first failure and returns `s`. Message: operator, given, allowed, remedy. */

@@ -96,7 +96,7 @@ void om_run_profile_add(om_run *r, const om_call *c, double ms) {
 
 om_status om_run_slice_rows(om_run *r, int from, int to) {
     for (r->pc = from; r->pc < to; r->pc++) {
-        const om_call *c = &r->plan->calls[r->pc];
+        const om_call *c = r->cx->call = &r->plan->calls[r->pc];
         double t0 = r->profile ? om_now_ms() : 0;
         om_status s = call_run(r, c);
         if (s != OM_OK) {
