@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +44,10 @@ _CONFIG_NAMES = (
     "Namespace",
 )
 _DEPTH = 3  # how deep configurations inside configurations are followed
-_PLAIN = (int, float, str, bytes, bool, type(None))
+_PLAIN = frozenset((int, str, bytes, bool, type(None), torch.device))
+_BY_BITS = frozenset((float, complex))
+_RANGES = frozenset((range, slice))
+_ONES = frozenset((list, set, frozenset))  # whose elements are compared one after the other
 
 
 def environment() -> tuple[Hashable, ...]:
@@ -246,7 +250,7 @@ class Guard:
             if isinstance(d, frozenset):
                 passed = d
                 continue
-            refs.append(tuple([v for k, v in d.items() if k not in passed]) if isinstance(d, dict)
+            refs.append(tuple([x for item in d.items() if item[0] not in passed for x in item]) if isinstance(d, dict)
                         else (*d, *map(type, d), *[m.__dict__ for m in d]))  # fmt: skip
             passed = frozenset()
         return refs
@@ -293,7 +297,7 @@ class Reads:
             if where in attributes and name not in _INNER:
                 self._values.setdefault((where, name), _read(attributes[where], name))
                 now = attributes[where].get(name)
-                if isinstance(now, (list, tuple, dict)):
+                if isinstance(now, (list, tuple, dict, set)):
                     met = self._containers.setdefault((where, name), [])
                     met += [now] * all(now is not x for x in met)
 
@@ -342,14 +346,19 @@ class _Same:
 def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
     """A snapshot: equal when a capture may not tell the difference. A tensor attribute is an input of the graph, so
     only its kind counts; one inside a container is a constant of the graph."""
-    if type(value) is float:
-        return (float, value.hex())  # -0.0 is not 0.0
-    if isinstance(value, _PLAIN) and not getattr(value, "__dict__", None):
-        return (type(value), value)
+    kind = type(value)  # what a class of the user's makes of == says nothing
+    if kind in _BY_BITS:
+        return (kind, value.real.hex(), value.imag.hex())  # -0.0 is not 0.0
+    if kind in _PLAIN:
+        return (kind, value)
+    if kind in _RANGES:
+        return (kind, *[_freeze(x) for x in (value.start, value.stop, value.step)])
+    if isinstance(value, np.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
+        return (kind, value.dtype, value.tobytes())
     if isinstance(value, Tensor):
         return _Same(value) if inside else (value.dtype, value.shape, value.requires_grad)
-    if depth and (type(value) is list or isinstance(value, tuple) and not getattr(value, "__dict__", None)):
-        return (type(value), *[_freeze(v, depth - 1, True) for v in value])
-    if depth and type(value) is dict:
-        return (type(value), *[(_freeze(k, 0), _freeze(v, depth - 1, True)) for k, v in value.items()])
+    if depth and (kind in _ONES or isinstance(value, tuple) and not getattr(value, "__dict__", None)):
+        return (kind, *[_freeze(v, depth - 1, True) for v in value])
+    if depth and kind is dict:
+        return (kind, *[(_freeze(k, 0), _freeze(v, depth - 1, True)) for k, v in value.items()])
     return _Same(value)  # what is read of an object is in watch.Held

@@ -33,10 +33,10 @@ static int hash_value(PyObject *v, uint64_t *h, int depth) {
         memcpy(&x, &d, sizeof x);
         *h = mix(*h + 2, x);
     } else if (PyLong_CheckExact(v) || PyUnicode_CheckExact(v) || PyBool_Check(v)) {
-        int over = 0; /* hash(-1) == hash(-2) */
+        int over = 0; /* hash(-1) == hash(-2), hash(8) == hash(2 ** 64) */
         Py_hash_t x = PyLong_CheckExact(v) ? (Py_hash_t)PyLong_AsLongLongAndOverflow(v, &over) : PyObject_Hash(v);
-        if (over) x = PyObject_Hash(v); /* 1 and True hash alike: the type counts */
-        if (x == -1 && PyErr_Occurred()) return -1;
+        if (over) x = (Py_hash_t)(uintptr_t)v;
+        if (x == -1 && PyErr_Occurred()) return -1; /* 1 and True hash alike: the type counts */
         *h = mix(mix(*h, (uint64_t)x), (uint64_t)(uintptr_t)Py_TYPE(v));
     } else if (PyTuple_CheckExact(v) && depth < 4) {
         Py_ssize_t n = PyTuple_Size(v);
@@ -107,8 +107,8 @@ static PyObject *py_guard_hash(PyObject *self, PyObject *dicts) {
  *  11 class     holder is an object of the class value
  *  12 own       the dictionary of holder's attributes is value
  *  13 no attribute  holder has none of the name `key` (a slot that is not set, an empty cell)
- * "is" means: the same object, or equal plain values of the same type (floats by their bits, so that -0.0 and NaN
- * count). */
+ * "is" means: the same object, or equal plain values of the same type (floats and complex numbers by their bits, so
+ * that -0.0 and NaN count). */
 enum {
     ITEM, NO_ITEM, ATTRIBUTE, MAPPED, UNMAPPED, LIST, DICT, SEQUENCE, MEMORY, CALL, FUNCTIONS, CLASS, OWN, NO_ATTRIBUTE
 };
@@ -131,7 +131,11 @@ static int same(PyObject *a, PyObject *b, int depth) { /* 1, 0, -1: error */
         }
         return 1;
     }
-    if (PyComplex_CheckExact(a)) return PyObject_RichCompareBool(a, b, Py_EQ);
+    if (PyComplex_CheckExact(a)) {
+        double x[] = {PyComplex_RealAsDouble(a), PyComplex_ImagAsDouble(a)};
+        double y[] = {PyComplex_RealAsDouble(b), PyComplex_ImagAsDouble(b)};
+        return !memcmp(x, y, sizeof x);
+    }
     return 0;
 }
 

@@ -8,6 +8,7 @@ import collections
 import copy
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from pairs import close
 from torch import Tensor, nn
 
-from ortmodule import ORTModule
+from ortmodule import ORTModule, guard
 
 pytestmark = pytest.mark.usefixtures("fp64")
 
@@ -55,6 +56,14 @@ class Word(str):
     k = 2.0
 
 
+class Noted(str):
+    __slots__ = ("k",)
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
 class Pair(collections.namedtuple("Pair", "a")):
     k = 2.0
 
@@ -72,8 +81,8 @@ class Item:
         return 1
 
 
-def word(k: float) -> Word:
-    made = Word("a")
+def word(k: float, kind: type = Word) -> Any:
+    made = kind("a")
     made.k = k
     return made
 
@@ -143,6 +152,11 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], list[Callable[[Sc
     "a slot that is set no more": (lambda: [s := Slotted(), setattr(s, "k", 3.0)], lambda h: h[0].k if hasattr(h[0], "k") else 7.0, [edit(lambda h: delattr(h[0], "k"))]),
     "an empty variable": (lambda: cell_of(False), lambda h: h[0](), [edit(lambda h: h[1]())]),
     "a word with attributes": (lambda: word(2.0), lambda h: h.k, [lambda m: put(m, word(3.0))]),
+    "a word with a slot": (lambda: word(2.0, Noted), lambda h: h.k, [lambda m: put(m, word(3.0, Noted))]),
+    "a word that equals all others": (lambda: Noted("a"), lambda h: float(ord(h[0])), [lambda m: put(m, Noted("b"))]),
+    "the sign of a zero of numpy's": (lambda: np.float64(0.0), lambda h: math.copysign(2.0, h), [lambda m: put(m, np.float64(-0.0))]),
+    "the sign of a zero in a complex number": (lambda: [2 + 0j], lambda h: math.copysign(2.0, h[0].imag), [edit(lambda h: h.__setitem__(0, complex(2, -0.0)))]),
+    "a number beyond 64 bits": (lambda: 8, lambda h: float(h % 1000), [lambda m: put(m, 2**64), lambda m: put(m, 2**64 + 2**61 - 1), lambda m: put(m, -8)]),
     "a named tuple with attributes": (lambda: pair(2.0), lambda h: h.k, [lambda m: put(m, pair(3.0))]),
     "a set of equals": (lambda: {Item(2.0)}, lambda h: next(iter(h)).k, [edit(lambda h: (h.clear(), h.add(Item(3.0))))]),
     "1 and True in a set": (lambda: {1}, lambda h: 2.0 if next(iter(h)) is True else 3.0, [edit(lambda h: (h.clear(), h.add(True)))]),
@@ -236,13 +250,50 @@ def test_two_captures_that_have_met_two_equal_lists() -> None:
             close(ours(x, long), eager(x, long))
 
 
-def test_an_equal_list_at_every_step_makes_no_capture() -> None:
-    torch.manual_seed(0)
-    ours = ORTModule(Scaled([2.0], lambda h: h[0]))
-    for _ in range(20):
-        ours.held = [2.0]
+# what is put on the module anew at every step, and how it is read
+EQUALS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a list": (lambda: [2.0], lambda h: h[0]),
+    "a set": (lambda: {3, 2}, lambda h: float(sum(h))),
+    "a frozenset": (lambda: frozenset([(3, 2)]), lambda h: float(len(h))),
+    "a range": (lambda: range(1, 3), lambda h: float(len(h))),
+    "a slice": (lambda: slice(2), lambda h: float(h.stop)),
+    "a device": (lambda: torch.device("cpu"), lambda h: torch.full((), 2.0, device=h)),
+    "a complex number": (lambda: complex(2.0, 1.0), lambda h: h.real),
+    "a number of numpy's": (lambda: np.float32(2.0), lambda h: float(h)),
+    "no number": (lambda: np.float64("nan"), lambda h: 2.0 if h != h else 3.0),
+}
+
+
+@pytest.mark.parametrize("row", EQUALS)
+def test_an_equal_at_every_step_makes_no_capture(row: str) -> None:
+    make, by = EQUALS[row]
+    ours = ORTModule(Scaled(make(), by))
+    for _ in range(12):
+        ours.held = make()
         ours(torch.randn(2, 4)).sum().backward()
     assert len(ours.report().graphs) == 1 and not ours.report().eager
+
+
+def test_an_equal_set_is_looked_into() -> None:
+    torch.manual_seed(0)
+    eager = Scaled({3, 2}, lambda h: float(sum(h)))
+    ours = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(2, 4)
+    for change in (lambda m: put(m, {3, 2}), edit(lambda h: h.add(5)), edit(lambda h: h.remove(5)), lambda m: put(m, {3, 2})):
+        for m in (eager, ours):
+            change(m)
+        for _ in range(2):
+            close(ours(x), eager(x))
+    assert len(ours.report().graphs) == 2
+
+
+def test_what_is_told_by_its_address_lives_as_long_as_that_counts() -> None:
+    """Names, too: another could be put in the memory of one that is gone."""
+    module = nn.Linear(4, 4)
+    module.register_buffer("".join(["na", "me"]), None)
+    own = guard.Guard(module)
+    (name,) = module._buffers
+    assert any(x is name for held in own.refs() for x in held)
 
 
 def test_what_is_put_on_the_module_goes() -> None:
