@@ -123,7 +123,7 @@ class _Wrapper(nn.Module):
     ) -> None:
         super().__init__()
         self._asker = asker
-        self._flags = set_cudnn()
+        self._flags = set_libraries()
         self.m = module
         self._fill = fill
         known = Known(module)
@@ -149,12 +149,12 @@ class _Wrapper(nn.Module):
         contents, objects = contents_of((args, kwargs)), _objects((args, *kwargs.values()), {})
         before = [(fqn, m, dict(m._buffers), [(p, p.requires_grad) for p in m._parameters.values() if p is not None])
                   for fqn, m in self.m.named_modules()]
-        inside = set_cudnn(*self._flags)  # the export has put its own, which forward may read
+        inside = set_libraries(self._flags)  # the export has put its own, which forward may read
         try:
             with refusing(is_user_file, standing, self._real()) as asked, running(), self._asker.tracing():
                 out = self.m(*args, **kwargs)
         finally:
-            set_cudnn(*inside)
+            set_libraries(inside)
         watch = watching()
         self._box["left"] = dict(watch.left) if watch is not None else {}
         stored = watch.take_stored() if watch is not None else {}
@@ -204,11 +204,11 @@ def _each(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-def set_cudnn(*flags: Any) -> tuple[Any, ...]:
-    """Sets the switches of torch.backends.cudnn, none without arguments. -> those of before."""
-    put: Any = torch.backends.cudnn.set_flags
-    before: tuple[Any, ...] = put(*(flags or [None] * len(inspect.signature(put).parameters)))
-    return before
+def set_libraries(flags: Sequence[Sequence[Any]] = ()) -> list[Sequence[Any]]:
+    """Sets the switches of torch.backends.cudnn and mkldnn, none without flags. -> those of before."""
+    puts: list[Any] = [torch.backends.cudnn.set_flags, torch.backends.mkldnn.set_flags]
+    none = [[None] * len(inspect.signature(put).parameters) for put in puts]
+    return [put(*given) for put, given in zip(puts, flags or none, strict=True)]
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -65,6 +65,7 @@ class Calls(Modules):
         self.identity = False  # forward may ask which tensors are one object
         self._which = False  # or which containers
         self.asked: Any = None  # capture/refused.py: what forward asks of tensors, while it runs
+        self._autocast_types = [ask() for ask in outside.AUTOCAST_TYPES]
 
     @staticmethod
     def _chosen(code: types.CodeType) -> int:
@@ -354,6 +355,12 @@ class Calls(Modules):
                 if "level" in frame.f_locals:
                     ask = functools.partial(log.isEnabledFor, frame.f_locals["level"])
                 self._row((CALL, None, ask, ask()), "the thread" if special == "thread" else f"level of {log}")
+                if special == "thread":
+                    self._discover(ask(), self._module_at(by), "the thread")
+            return
+        if special == "autocast":
+            if frame.f_locals["enabled"] and frame.f_locals["dtype"] is None:
+                self._asks_autocast()
             return
         if special in ("key", "class"):
             if self.asked is not None and by is not None and not is_library(by.f_code.co_filename):
@@ -362,18 +369,22 @@ class Calls(Modules):
                 else:
                     self.asked.asks_class(frame.f_locals["instance"])
             return
-        # the export passes every call of torch through its own
-        while by is not None and by.f_code.co_filename.startswith(libraries.TRACER):
+        # the export passes every call of torch through its own; a trace has a len() of its own
+        passed = (*libraries.TRACER, OWN_DIR) if special == "all of environ" else libraries.TRACER
+        while by is not None and by.f_code.co_filename.startswith(passed):
             by = by.f_back
         where, user = self._reader(by)
         if special == "environ":
             if user is not None:
-                data = os.environ._data  # type: ignore[attr-defined]
-                key = frame.f_locals["key"]
-                if isinstance(key, str):
-                    raw = os.environ.encodekey(key)  # type: ignore[attr-defined]
-                    row = (ITEM, data, raw, data[raw]) if raw in data else (NO_ITEM, data, raw, None)
+                of, key = frame.f_locals["self"], frame.f_locals["key"]
+                with contextlib.suppress(TypeError):  # it is asked for what is no name
+                    raw = of.encodekey(key)
+                    row = (ITEM, of._data, raw, of._data[raw]) if raw in of._data else (NO_ITEM, of._data, raw, None)
                     self._row(row, f"environment variable {key}")
+        elif special == "all of environ":
+            if user is not None:
+                data = frame.f_locals["self"]._data
+                self._row((DICT, data, None, flat(data)), "the environment's variables")
         elif special == "log":
             at: types.FrameType | None = frame
             while at is not None and f"{os.sep}logging{os.sep}" in at.f_code.co_filename:
@@ -383,6 +394,11 @@ class Calls(Modules):
                 self.says.setdefault((at.f_code.co_filename, at.f_lineno), "logs")
         elif user is not None:
             self._problem_at(where, special.format(code.co_name), user)
+
+    def _asks_autocast(self) -> None:
+        for ask, was in zip(outside.AUTOCAST_TYPES, self._autocast_types, strict=True):
+            if ask() is was:  # else a block of forward's is around
+                self._row((CALL, None, ask, was), "what autocast computes in")
 
     def _c_called(self, frame: types.FrameType, function: Any) -> None:
         where, user = self._reader(frame)
@@ -412,6 +428,8 @@ class Calls(Modules):
         elif function in outside.GETTERS:
             with contextlib.suppress(Exception):
                 self._row((CALL, None, function, function()), f"{function.__name__}()")
+        elif function in outside.AUTOCAST:
+            self._asks_autocast()
         elif function in (operator.is_, operator.is_not):
             self.identity = self._which = True
         elif function in (gc.isenabled, gc.get_count):

@@ -69,7 +69,10 @@ def _special_code() -> dict[Any, str]:
         for f in (torch.random.initial_seed, torch.random.get_rng_state)
         if hasattr(f, "__code__")
     }
-    codes[type(os.environ).__getitem__.__code__] = "environ"
+    environ: Any = type(os.environ)
+    codes[environ.__getitem__.__code__] = "environ"
+    codes.update((getattr(environ, n).__code__, "all of environ") for n in ("__iter__", "__len__", "__repr__"))
+    codes[torch.autocast.__init__.__code__] = "autocast"
     codes[logging.Logger.handle.__code__] = "log"
     codes[logging.Logger.isEnabledFor.__code__] = "level"
     codes[logging.Logger.getEffectiveLevel.__code__] = "level"
@@ -84,10 +87,14 @@ def _special_code() -> dict[Any, str]:
 
 _OF_LIBRARIES = private.switches()
 SPECIAL = _special_code()
-ENVIRON = type(os.environ).__getitem__.__code__
 GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              sys.getrecursionlimit, sys.getswitchinterval, threading.get_ident,
                              threading.get_native_id, *_OF_LIBRARIES))
+
+
+# what tells a type that torch.autocast computes in where it is given none; what that is, by kind of device
+AUTOCAST = tuple([getattr(torch, f"get_autocast_{n}dtype") for n in ("", "cpu_", "gpu_")])
+AUTOCAST_TYPES = tuple([partial(torch.get_autocast_dtype, kind) for kind in autocast.KINDS])
 
 
 # methods in C that read an object's attributes past its __getattribute__, for copies of it; by the types' own names
@@ -166,6 +173,7 @@ def watched_functions() -> tuple[Any, ...]:
         operator.is_,
         operator.is_not,
         *GETTERS,
+        *AUTOCAST,
         *_OF_COPIES,
         *PICKLES,
         *for_good(),

@@ -204,6 +204,8 @@ class Values(Table):
             self._row((CALL, None, functools.partial(v.get, None), v.get(None)), name)
             if (value := v.get(ABSENT)) is not ABSENT:
                 self._context.setdefault(id(v), (v, value, token))
+            with contextlib.suppress(LookupError):
+                self._discover(v.get(), token, name)  # it may be its own default
         elif t is types.CellType:
             if bytecode.cell(v) is ABSENT:
                 self._row((NO_ATTRIBUTE, v, "cell_contents", None), name)

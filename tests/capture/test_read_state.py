@@ -4,10 +4,12 @@ tests/test_python_state.py. A wrapped module follows it as eager PyTorch does.""
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import decimal
 import gc
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -106,11 +108,29 @@ def _depth(step: int) -> None:
     sys.setrecursionlimit(LIMIT + step % 2)
 
 
+def _environment(step: int) -> None:
+    if step % 2:
+        os.environ["TEST_READ_STATE"] = "1"
+    else:
+        os.environ.pop("TEST_READ_STATE", None)
+
+
+def _thread(step: int) -> None:
+    threading.current_thread().name = NAMES[step % 2]
+
+
+def _in_context(step: int) -> None:
+    CONTEXT.get()["k"] = step % 2
+
+
 def _kwdefaults(step: int) -> None:
     scale.__kwdefaults__["plus"] = float(step % 2)  # type: ignore[index]
 
 
 LIMIT = sys.getrecursionlimit()
+NAMES = threading.current_thread().name, "of the test"
+CONTEXT: contextvars.ContextVar[dict[str, int]] = contextvars.ContextVar("CONTEXT", default={"k": 0})  # noqa: B039
+COMPLEX = 1 + 0j
 CODES = scale.__code__, other.__code__
 
 # what forward does with the result of a layer; what happens between steps
@@ -142,6 +162,14 @@ STATE: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[int], None]]] 
     "decimal context": (lambda m, x: x * float(decimal.Decimal(1) / 3), _precision),
     "decimal context, by a number": (lambda m, x: x * float(FIVE / 3), _precision),
     "recursion limit": (lambda m, x: x * (sys.getrecursionlimit() - LIMIT + 1), _depth),
+    "the environment": (lambda m, x: x * sum(k == "TEST_READ_STATE" for k in os.environ), _environment),
+    "the environment, copied": (lambda m, x: x * len(os.environ.copy().get("TEST_READ_STATE", "")), _environment),
+    "how much is in the environment": (lambda m, x: x * len(os.environ), _environment),
+    "the environment as bytes": (lambda m, x: x * len(os.environb.get(b"TEST_READ_STATE", b"")), _environment),
+    "name of the thread": (lambda m, x: x * len(threading.current_thread().name), _thread),
+    "what is in a ContextVar": (lambda m, x: x * CONTEXT.get()["k"], _in_context),
+    "the sign of zero in a complex number": (
+        lambda m, x: x * 2 if str(COMPLEX) == "(1+0j)" else x, _set(sys.modules[__name__], "COMPLEX", (1 + 0j, complex(1, -0.0)))),
 }
 
 
@@ -154,6 +182,8 @@ def as_before() -> Any:
     logging.disable(logging.NOTSET)
     decimal.getcontext().prec = 28
     sys.setrecursionlimit(LIMIT)
+    _environment(0)
+    _thread(0)
     LOCK.locked() and LOCK.release()
     Meta.flag = 1.0
 

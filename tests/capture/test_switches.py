@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import decimal
 import logging
 import sys
@@ -47,6 +48,60 @@ def test_a_switch_that_forward_reads() -> None:
     finally:
         torch.backends.cudnn.enabled = before
     assert not module.report().eager
+
+
+def test_a_switch_that_an_export_puts_is_that_of_the_call() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() if torch.backends.mkldnn.enabled else x.cos()
+
+    module, x = ORTModule(Asks()), torch.linspace(0, 1, 6, dtype=torch.float64)
+    for enabled in (True, False, True):
+        with torch.backends.mkldnn.flags(enabled=enabled):
+            for _ in range(2):
+                torch.testing.assert_close(module(x), x.sin() if enabled else x.cos())
+                assert torch.backends.mkldnn.enabled is enabled
+    assert len(module.report().graphs) == 2 and not module.report().eager
+
+
+class Casts(nn.Module):
+    """What autocast computes in is PyTorch's setting, or that of the block around."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3, dtype=torch.float32)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=False), torch.autocast("cpu", enabled=False):
+            y = self.line(x)
+        return y + self.how(self, x)
+
+
+def _autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        return m.line(x)  # type: ignore[no-any-return]
+
+
+def _nested(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16), torch.autocast("cpu"):
+        return m.line(x) + _autocast(m, x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how, captures", [
+    (_autocast, 2), (lambda m, x: x.to(torch.get_autocast_dtype("cpu")), 2), (lambda m, x: m.line(x), 1), (_nested, 1),
+])  # fmt: skip
+def test_what_autocast_computes_in(how: Callable[[Any, Tensor], Tensor], captures: int) -> None:
+    eager = Casts(how)
+    module, x = ORTModule(copy.deepcopy(eager)), torch.randn(2, 3, dtype=torch.float32)
+    before = torch.get_autocast_dtype("cpu")
+    try:
+        for kind in (torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.bfloat16):
+            torch.set_autocast_dtype("cpu", kind)
+            torch.testing.assert_close(module(x), eager(x), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+    assert len(module.report().graphs) == captures and not module.report().eager
 
 
 LEFT: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], Any]] = {
