@@ -114,11 +114,14 @@ def _is_bare(cls: type) -> bool:
 
 def _exact(x: Any) -> Hashable:
     """Equal for two constants only where nothing can tell them apart: 0.0 and -0.0, 1 and True, Decimal("1.0") and
-    Decimal("1.00") are equal, and not the same."""
+    Decimal("1.00") are equal, and not the same; what a word's or number's own class makes of == says nothing."""
     if isinstance(x, complex):
         return type(x), x.real.hex(), x.imag.hex()
     if isinstance(x, float):
-        return type(x), x.hex()
+        return type(x), float.hex(x)
+    if isinstance(x, (int, str, bytes)) and not isinstance(x, enum.Enum):
+        plain: Any = int.__int__ if isinstance(x, int) else str.__str__ if isinstance(x, str) else bytes.hex
+        return type(x), plain(x)
     if type(x).__module__ in ("numpy", "decimal", "datetime"):
         return type(x), x.__reduce_ex__(4)  # type: ignore[return-value]
     return type(x), x
@@ -186,8 +189,7 @@ def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key:
         for y in items:
             if not isinstance(y, (int, float, str, bytes, complex, enum.Enum, type(None))):
                 raise Unreadable(f"a {t.__name__} of {type(y).__name__}")
-        exact = [_exact(y) for y in items]
-        key.append(tuple(exact) if t is collections.deque else frozenset(exact))
+        key.append(tuple([_exact(y) for y in items]))  # of a set the order, too, in which it gives what it has
         return
     if t is functools.partial:
         _visit_constant((x.func, x.args, x.keywords), "partial", key, depth + 1)
@@ -209,7 +211,8 @@ def _visit_state(x: Any, tensors: list[Tensor], scalars: list[int | float], key:
             hash(exact_x)
         except (TypeError, ValueError):
             raise Unreadable(f"a {t.__name__}, whose contents are not watched") from None
-        if isinstance(x, (str, bytes, complex)) and not isinstance(x, enum.Enum) and getattr(x, "__dict__", None):
+        more = getattr(x, "__dict__", None) or _slots(t)  # type: ignore[arg-type]
+        if isinstance(x, (str, bytes, complex)) and not isinstance(x, enum.Enum) and more:
             raise Unreadable(f"a {t.__name__}, whose state is not watched")
         key.append(exact_x)
         return

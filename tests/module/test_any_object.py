@@ -120,6 +120,20 @@ class Text(str):
     pass
 
 
+class AllEqualText(str):
+    __slots__ = ()
+    __eq__, __hash__ = AllEqual.__eq__, AllEqual.__hash__  # type: ignore[assignment]
+
+
+class AllEqualInt(int):
+    __slots__ = ()
+    __eq__, __hash__ = AllEqual.__eq__, AllEqual.__hash__  # type: ignore[assignment]
+
+
+class SlotText(str):
+    __slots__ = ("a",)
+
+
 class Pair(NamedTuple):
     a: Any
     b: Any = 2.0
@@ -182,6 +196,10 @@ CASES: dict[str, tuple[Callable[[Tensor, Any], Any], list[Callable[[], Any]]]] =
     "equal times": (lambda h, v: h * (1 + v.fold), [lambda: datetime.datetime(2020, 1, 1), lambda: datetime.datetime(2020, 1, 1, fold=1)]),
     "equal keys": (lambda h, v: h * type(next(iter(v)))(2), [lambda: {1: t(1)}, lambda: {1.0: t(1)}, lambda: {True: t(1)}]),
     "keys that are all equal": (lambda h, v: h * next(iter(v)).a, [lambda: {AllEqual(2): 0}, lambda: {AllEqual(3): 0}]),
+    "words that are all equal": (lambda h, v: h * ord(v[0]), [lambda: AllEqualText("a"), lambda: AllEqualText("b")]),
+    "integers that are all equal": (lambda h, v: h * int(v), [lambda: AllEqualInt(2), lambda: AllEqualInt(3)]),
+    "a word with a slot": (lambda h, v: h * v.a, [lambda: put(SlotText("a"), a=2.0), lambda: put(SlotText("a"), a=3.0)]),
+    "the order of a set": (lambda h, v: h * (1 + next(iter(v))), [lambda: {0, 8}, lambda: {8, 0}]),
     "tensors as keys": (lambda h, v: h * next(iter(v)), [lambda: {t(1): 0}, lambda: {t(2): 0}]),
     "a large integer": (lambda h, v: h * (v % 7), [lambda: 2**70, lambda: 2**70 + 1, lambda: 2**70 + 2]),
     "a slice": (lambda h, v: h[v], [lambda: slice(0, 2), lambda: slice(0, 3)]),
@@ -305,7 +323,7 @@ def test_is_as_in_eager(name: str) -> None:
     assert report.n_captures or all(e.reason for e in report.eager)
 
 
-CAPTURED = {"an array", "a large array", "signs of zero", "equal decimals", "equal keys", "a large integer", "a slice", "private slots", "slots and attributes", "attributes of a list",
+CAPTURED = {"words that are all equal", "integers that are all equal", "the order of a set", "an array", "a large array", "signs of zero", "equal decimals", "equal keys", "a large integer", "a slice", "private slots", "slots and attributes", "attributes of a list",
             "a namedtuple", "a frozen dataclass", "a class with a constructor", "result: a class with a constructor", "result: private slots",
             "result: slots and attributes", "result: frozen", "result: an object, made anew", "result: an object that is held", "result: a set, made anew"}  # fmt: skip
 
