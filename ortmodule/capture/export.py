@@ -204,11 +204,11 @@ def _each(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-def set_libraries(flags: Sequence[Sequence[Any]] = ()) -> list[Sequence[Any]]:
-    """Sets the switches of torch.backends.cudnn and mkldnn, none without flags. -> those of before."""
+def set_libraries(enabled: Sequence[bool | None] = (None, None)) -> list[bool]:
+    """Switches torch.backends.cudnn and mkldnn on or off; None leaves one as it is. -> what they were."""
     puts: list[Any] = [torch.backends.cudnn.set_flags, torch.backends.mkldnn.set_flags]
-    none = [[None] * len(inspect.signature(put).parameters) for put in puts]
-    return [put(*given) for put, given in zip(puts, flags or none, strict=True)]
+    rest = [[None] * (len(inspect.signature(put).parameters) - 1) for put in puts]
+    return [put(on, *others)[0] for put, on, others in zip(puts, enabled, rest, strict=True)]
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ import contextlib
 import decimal
 import functools
 import gc
+import inspect
 import io
 import operator
 import os
@@ -251,6 +252,8 @@ class Calls(Modules):
                     self._numpy.add(token)
                 space = vars(at)
                 if name not in space:
+                    if isinstance(inspect.getattr_static(type(at), name, None), outside.OF_MODULES):
+                        self._row((ATTRIBUTE, at, name, getattr(at, name)), f"{at.__name__}.{name}")
                     break
                 value = space[name]
                 if at.__name__.partition(".")[0] == "torch" and callable(value):  # another may be put in its place

@@ -87,6 +87,7 @@ def _special_code() -> dict[Any, str]:
 
 _OF_LIBRARIES = private.switches()
 SPECIAL = _special_code()
+OF_MODULES = (property, torch.backends.ContextProp)  # settings that the class of a module of Python's answers for
 GETTERS = tuple(f for f in (torch.get_num_threads, torch.get_num_interop_threads, os.getpid, os.getcwd,
                              sys.getrecursionlimit, sys.getswitchinterval, threading.get_ident,
                              threading.get_native_id, *_OF_LIBRARIES))

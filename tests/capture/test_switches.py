@@ -64,6 +64,25 @@ def test_a_switch_that_an_export_puts_is_that_of_the_call() -> None:
     assert len(module.report().graphs) == 2 and not module.report().eager
 
 
+@pytest.mark.parametrize("of, name", [
+    (torch.backends.opt_einsum, "enabled"), (torch.utils.deterministic, "fill_uninitialized_memory"),
+])  # fmt: skip
+def test_a_setting_that_a_modules_class_answers_for(of: Any, name: str) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            enabled = torch.backends.opt_einsum.enabled, torch.utils.deterministic.fill_uninitialized_memory
+            return x * enabled[name != "enabled"]
+
+    module, before = ORTModule(Asks()), getattr(of, name)
+    try:
+        for enabled in (True, False, True):
+            setattr(of, name, enabled)
+            assert module(torch.ones(2)).tolist() == [float(enabled)] * 2
+    finally:
+        setattr(of, name, before)
+    assert len(module.report().graphs) == 2 and not module.report().eager
+
+
 class Casts(nn.Module):
     """What autocast computes in is PyTorch's setting, or that of the block around."""
 
