@@ -142,6 +142,8 @@ def _optimizer(given: Any, parameters: list[Tensor]) -> tuple[onnx.ModelProto | 
     for name in ("amsgrad", "maximize"):
         if g.get(name):
             raise ValueError(f"optimizer: {name} is not supported on a device")
+    if type(given) is torch.optim.AdamW and not g.get("decoupled_weight_decay", True):
+        raise ValueError("optimizer: decoupled_weight_decay=False (Adam's decay) is not supported on a device")
     rate = float(g["lr"])
     if type(given) is torch.optim.AdamW:
         attributes = {

@@ -303,6 +303,14 @@ def test_parameters_of_different_age(tmp_path: Path) -> None:
         artifacts(module, tmp_path, Mlp, steps)
 
 
+@pytest.mark.parametrize("setting", [{"maximize": True}, {"amsgrad": True}, {"decoupled_weight_decay": False}])
+def test_settings_of_adamw_that_a_device_has_not(setting: dict, tmp_path: Path) -> None:
+    module = Mlp()
+    steps = torch.optim.AdamW([{"params": list(module.parameters()), **setting}])
+    with pytest.raises(ValueError, match=f"optimizer: {next(iter(setting))}.* not supported on a device"):
+        artifacts(module, tmp_path, Mlp, steps)
+
+
 def test_one_trainer_a_thread(tmp_path: Path) -> None:
     """Two trainers at once in two threads (a call lets the interpreter go): each the bits it has alone."""
     for kind in (Mlp, Former):
