@@ -1,9 +1,10 @@
 """The documents: every Python block of a page runs, in order, in one process a page, and prints what stands below it; no
 link leads nowhere.
 
-A block fenced as `python` runs unless the line before it is a comment `<!-- not run: why -->`. One fenced as `output`
-is what the block before it prints; `...` stands for anything. A comment `<!-- first`, code, `-->` runs and is not shown:
-what a fragment takes for granted. Guides have none, since people paste all of their blocks.
+A block fenced as `python` runs unless the line before it is a comment `<!-- not run: why -->`, or `<!-- needs: name -->`
+and there is no module of that name here. One fenced as `output` is what the block before it prints; `...` stands for
+anything. A comment `<!-- first`, code, `-->` runs and is not shown: what a fragment takes for granted. Guides have none,
+since people paste all of their blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,8 @@ def blocks(text: str) -> list[tuple[str, str | None]]:
             found.append((m["first"], None))
         elif kind == "python":
             before = text[: m.start()].rstrip("\n").rpartition("\n")[2]
-            ran = not before.startswith("<!-- not run: ")
+            needs = re.match(r"<!-- needs: (\w+) -->", before)
+            ran = not before.startswith("<!-- not run: ") and (needs is None or find_spec(needs[1]) is not None)
             if ran:
                 found.append((body, None))
         elif kind == "output" and ran:
