@@ -272,6 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_scale(scale)
         for group in self.param_groups:
             self._check_group(group)
+            self._check_numbers(group)
         index = cuda.host.index
         devices = {i for group in self.param_groups for i in map(index, group["params"])}
         if devices != {-1}:
@@ -341,8 +342,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         except (ValueError, TypeError) as error:
             lists_of_all = [entry for lists in collected for entry in lists.values()]
             self._take_back(calls, [states for _, _, states in lists_of_all])
-            for group in self.param_groups:
-                self._check_numbers(group)
             for params, _, states in lists_of_all:
                 self._tell_converted(params, states, error)
             raise
