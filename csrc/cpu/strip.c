@@ -16,6 +16,7 @@
 #define NUM OM_PW_NUM
 #define CMP OM_PW_CMP
 #define PRED OM_PW_PRED
+#define LOG OM_PW_LOG
 #define CAST OM_PW_CAST
 #define DRAW OM_PW_DRAW
 
@@ -77,6 +78,15 @@ static int emit_to(compiler *c, int v, int cls) {
     static const uint8_t to[] = {OM_S_to_f, OM_S_to_d, OM_S_to_i, OM_S_to_b};
     const int from = c->p->cls[v];
     return from == cls ? v : emit(c, to[cls], from, cls, v, v, v);
+}
+
+/* What an integer does not hold of a float is left to the processor, as in PyTorch's C++, and so is by how many bits it
+ * gets there. */
+static int emit_cast(compiler *c, int v, int dtype) {
+    const int from = c->p->cls[v], to = om_strip_class(dtype);
+    const bool by_32 = dtype == OM_I32 || dtype == OM_I16 || dtype == OM_I8;
+    if (by_32 && (from == OM_STRIP_F || from == OM_STRIP_D)) return emit(c, OM_S_to_i32, from, to, v, v, v);
+    return emit_to(c, v, to);
 }
 
 /* A value that later statements read must have the precision of its dtype: a cast's rounding, an integer's
@@ -165,8 +175,8 @@ om_status om_strip_compile(om_ctx *cx, const om_strip_text *t, const uint8_t *in
         const int rule = om_pw_rows[s->op].rule, id = t->n_in + i, cls = om_strip_class(s->dtype);
         int a = at[s->arg[0]], b = s->n_arg > 1 ? at[s->arg[1]] : a, z = s->n_arg > 2 ? at[s->arg[2]] : b, v;
         if (rule == CAST) {
-            v = emit_to(&c, a, cls);
             const int from = vtype[s->arg[0]];
+            v = emit_cast(&c, a, s->dtype);
             if (uses[id] && from != s->dtype && from != OM_BOOL) v = emit_narrow(&c, v, s->dtype, true);
         } else if (rule == CMP || rule == PRED) {
             v = emit(&c, s->op, p->cls[a], OM_STRIP_B, a, b, b);
@@ -183,7 +193,7 @@ om_status om_strip_compile(om_ctx *cx, const om_strip_text *t, const uint8_t *in
             v = emit_to(&c, emit(&c, s->op, OM_STRIP_I, OM_STRIP_I, a, b, b), OM_STRIP_B);
         } else {
             v = emit(&c, s->op, cls, cls, a, b, z);
-            if (uses[id] && rule == NUM && cls == OM_STRIP_I) v = emit_narrow(&c, v, s->dtype, false);
+            if (uses[id] && (rule == NUM || rule == LOG) && cls == OM_STRIP_I) v = emit_narrow(&c, v, s->dtype, false);
         }
         if (uses[id] && s->exact && cls == OM_STRIP_F && rule != CAST) v = emit_narrow(&c, v, s->dtype, true);
         at[id] = (uint8_t)v;

@@ -53,6 +53,7 @@ FN void strip_f(const om_gpu_insn i, char *regs, uint32_t unit, int64_t base, ui
 #include "graph/pointwise.def"
         WHERE(T) DROPOUT(T)
         CASE1(OM_S_to_d, T, double, x) CASE1(OM_S_to_i, T, int64_t, x) CASE1(OM_S_to_b, T, uint8_t, x != 0)
+        CASE1(OM_S_to_i32, T, int64_t, (int32_t)x)
         CASE1(OM_S_round_bf16, T, T, bf16_in(bf16_out(x))) CASE1(OM_S_round_f16, T, T, f16_in(f16_out(x)))
     }
 #undef M
@@ -67,6 +68,7 @@ FN void strip_d(const om_gpu_insn i, char *regs, uint32_t unit, int64_t base, ui
 #include "graph/pointwise.def"
         WHERE(T) DROPOUT(T)
         CASE1(OM_S_to_f, T, float, x) CASE1(OM_S_to_i, T, int64_t, x) CASE1(OM_S_to_b, T, uint8_t, x != 0)
+        CASE1(OM_S_to_i32, T, int64_t, (int32_t)x)
     }
 #undef M
 #undef TRIG

@@ -65,9 +65,10 @@ static void insn_put(writer *w, const om_strip_prog *p, const om_insn *in) {
     case OM_S_to_f:
     case OM_S_to_d:
     case OM_S_to_i: put(w, "SET(v%d, %s, v%d[k])\n", in->dst, of, in->a); return;
+    case OM_S_to_i32:
+    case OM_S_wrap_i32: put(w, "SET(v%d, %s, (int32_t)v%d[k])\n", in->dst, of, in->a); return;
     case OM_S_round_bf16: put(w, "SET(v%d, %s, strip_round_bf16(v%d[k]))\n", in->dst, of, in->a); return;
     case OM_S_round_f16: put(w, "SET(v%d, %s, strip_round_f16(v%d[k]))\n", in->dst, of, in->a); return;
-    case OM_S_wrap_i32: put(w, "SET(v%d, %s, (int32_t)v%d[k])\n", in->dst, of, in->a); return;
     case OM_S_wrap_i16: put(w, "SET(v%d, %s, (int16_t)v%d[k])\n", in->dst, of, in->a); return;
     case OM_S_wrap_i8: put(w, "SET(v%d, %s, (int8_t)v%d[k])\n", in->dst, of, in->a); return;
     case OM_S_wrap_u8: put(w, "SET(v%d, %s, (uint8_t)v%d[k])\n", in->dst, of, in->a); return;

@@ -11,6 +11,7 @@ enum {
 };
 enum {
     OM_S_to_f = OM_N_PW, OM_S_to_d, OM_S_to_i, OM_S_to_b,          /* from the instruction's class */
+    OM_S_to_i32,                                                   /* from class F or D, to class I */
     OM_S_round_bf16, OM_S_round_f16,                               /* class F */
     OM_S_wrap_i32, OM_S_wrap_i16, OM_S_wrap_i8, OM_S_wrap_u8,      /* class I */
     OM_N_S

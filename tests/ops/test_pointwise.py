@@ -259,6 +259,15 @@ def test_cast(frm: torch.dtype, to: torch.dtype) -> None:
     assert torch.equal(node("cast", x.t()[1::2], attrs=f"to={i}"), x.t()[1::2].to(to))
 
 
+@pytest.mark.parametrize("frm", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("to", INTS)
+def test_cast_of_what_an_integer_does_not_hold(frm: torch.dtype, to: torch.dtype) -> None:
+    numbers = [math.nan, math.inf, -math.inf, 1e10, -1e10, 2.0**31, 3e9, -3e9, 2.0**32 + 7, 5e18, 1e19, 7e4, -7e4, 300.0, -129.0, -1.0]
+    for n in (1, 37):  # remainders and vectors
+        x = torch.tensor(numbers, dtype=torch.float64).repeat(n).to(frm)
+        assert torch.equal(node("cast", x, attrs=f"to={engine.TORCH.index(to)}"), x.to(to))
+
+
 def test_cast_gradient_and_rounding() -> None:
     check("cast", [rand(7, 5)], lambda x: x.to(torch.float32), "to=1", low=(), tol=1e-6)
     bits = torch.arange(0, 2**16, dtype=torch.int32)

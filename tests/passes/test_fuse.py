@@ -139,6 +139,23 @@ def test_masks_and_mixed_classes() -> None:
     assert torch.equal(got, torch.where(keep, x, torch.tensor(-1.5)).bfloat16().double())
 
 
+@pytest.mark.parametrize("op", ["not(x)", "neg(x)", "add(x, x)", "mul(x, x)", "abs(x)"])
+@pytest.mark.parametrize("dtype", ["i32", "i16", "i8", "u8"])
+def test_integers_wrap_around_inside(op: str, dtype: str) -> None:
+    kind = {"i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8}[dtype]
+    text = f"""graph {{
+  input x: {dtype}[301]
+  y = {op}
+  z = cast(y) {{to=2}}
+  output z
+}}"""
+    x = torch.linspace(torch.iinfo(kind).min, torch.iinfo(kind).max, 301, dtype=torch.float64).long().to(kind)
+    out = both(text, [x])
+    assert out.count("= fused(") == 1, out
+    want = {"not(x)": ~x, "neg(x)": -x, "add(x, x)": x + x, "mul(x, x)": x * x, "abs(x)": x.abs()}[op]
+    assert torch.equal(engine.run(text, [x], passes=("fuse",))[0][0], want.double())
+
+
 def test_dropout_inside_keeps_its_mask() -> None:
     text = """graph {
   input x: f32[13, 129]

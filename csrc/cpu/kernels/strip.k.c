@@ -235,9 +235,11 @@ DROPOUT(dropout_D, double)
 
 BODY1(to_d_F, float, double, x)
 BODY1(to_i_F, float, int64_t, x)
+BODY1(to_i32_F, float, int64_t, (int32_t)x)
 BODY1(to_b_F, float, uint8_t, x != 0)
 BODY1(to_f_D, double, float, x)
 BODY1(to_i_D, double, int64_t, x)
+BODY1(to_i32_D, double, int64_t, (int32_t)x)
 BODY1(to_b_D, double, uint8_t, x != 0)
 BODY1(to_f_I, int64_t, float, x)
 BODY1(to_d_I, int64_t, double, x)
@@ -270,6 +272,7 @@ static const insn_fn table[OM_N_S][OM_STRIP_CLASSES] = {
     [OM_S_to_d] = {to_d_F, NULL, to_d_I, to_d_B},
     [OM_S_to_i] = {to_i_F, to_i_D, NULL, to_i_B},
     [OM_S_to_b] = {to_b_F, to_b_D, to_b_I, NULL},
+    [OM_S_to_i32] = {to_i32_F, to_i32_D},
     [OM_S_round_bf16] = {round_bf16_F},
     [OM_S_round_f16] = {round_f16_F},
     [OM_S_wrap_i32] = {NULL, NULL, wrap_i32_I},
