@@ -540,14 +540,18 @@ class Functionalizer:
         if name == "requires_grad_":
             return
         if name == "detach_":
-            at = cast(fx.Node, given[written[0]])
+            at, own = cast(fx.Node, given[written[0]]), [v]
             while v.parent is not None:  # of what is the tensor itself, as torch.tensor(a size) makes it
                 v = self.operands_returned(at, at.meta["val"], env).get(0, v)
                 if v is env[at]:
                     raise self.fail("detach_: on a view")
                 at = cast(fx.Node, at.args[0])
+                own.append(v)
             if not is_float(v.node.val):
                 return
+            for n, x in env.items():
+                if isinstance(x, V) and x.base is v.base and x not in own and any(u not in env for u in n.users):
+                    raise self.fail("detach_: of a tensor that has views, which keep their gradient; use detach()")
             v.base.node = self.make(STOP, (self.read(v),), {}, v.node.val)
             v.base.version += 1
             if v.base.input is not None:

@@ -174,6 +174,13 @@ def decorated(m: Any, x: Tensor) -> Tensor:
     return m.a(x)
 
 
+def detached_behind_a_view(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = x @ m.a.weight
+    last = h[:, -1]
+    h.detach_()
+    return last, m.b(h)
+
+
 class Doubled(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -190,9 +197,21 @@ def dispatched(m: Any, x: Tensor) -> Tensor:
     (argument_by_assignment, "requires_grad"), (zero_grad, "Tensor.grad"), (zero_grad_of_a_part, "Tensor.grad"),
     (assigned_grad, "Tensor.grad"), (deleted_grad, "Tensor.grad"), (clipped, "Tensor.grad"), (optimizer, "reads Tensor."),
     (backward, "calls backward"), (functional, "torch.autograd.grad"), (inference, "inference_mode"),
-    (decorated, "inference_mode"), (dispatched, "TorchDispatchMode")])  # fmt: skip
+    (decorated, "inference_mode"), (dispatched, "TorchDispatchMode"),
+    (detached_behind_a_view, "that has views")])  # fmt: skip
 def test_what_a_graph_cannot_do(rule: Callable[..., Any], reason: str) -> None:
     whole(steps(rule, clear=rule not in (zero_grad, zero_grad_of_a_part, assigned_grad, clipped, optimizer)), reason)
+
+
+def test_a_tensor_whose_views_nobody_reads_is_detached_in_the_engine() -> None:
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x @ m.a.weight
+        last = h[:, -1] * 2
+        h.detach_()
+        return last, m.b(h[1:])
+
+    report = steps(forward).report()
+    assert report.node_share == 1 and not report.eager, str(report)
 
 
 def test_backward_among_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
