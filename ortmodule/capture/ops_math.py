@@ -648,6 +648,8 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
     axes = list(range(v.rank)) if axes is None else [a % v.rank for a in axes]
     mean = c.reduce("ReduceMean", v, axes, True)
     d = c.op2("Sub", v, mean)
+    if v.dtype == F32:  # torch sums in float64: beside a large mean, what that has lost by rounding counts
+        d = c.op2("Sub", d, c.reduce("ReduceMean", d, axes, True))
     total = c.reduce("ReduceSum", c.op2("Mul", d, d), axes, keep)
     count: Any = 1
     for a in axes:

@@ -288,6 +288,18 @@ def test_deviation_of_what_does_not_vary() -> None:
         same(f, x)
 
 
+@pytest.mark.parametrize("mean", [3e2, 1e4, 1e6])
+def test_deviation_beside_a_large_mean(mean: float) -> None:
+    """PyTorch's sums of float32 are float64's, so what rounding takes from the mean is not in them."""
+    x = mean + mean * 1e-6 * torch.randn(64, 500, generator=torch.Generator().manual_seed(3))
+    for f in (lambda t: t.std(1), lambda t: t.var(0), lambda t: torch.var_mean(t, 1)[0], lambda t: t.std((0, 1))):
+        torch.testing.assert_close(ORTModule(Call(f))(x), f(x), rtol=1e-4 if f(x).dim() == 0 else 1e-6, atol=0.0)
+        ours, exact = (t.clone().requires_grad_() for t in (x, x.double()))
+        ORTModule(Call(f))(ours).sum().backward()
+        f(exact).sum().backward()
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-5 * exact.grad.abs().max().item())
+
+
 def test_dropout_of_everything() -> None:
     """Zeros, not None: momentum and weight decay go on."""
     class Both(nn.Module):
