@@ -31,7 +31,7 @@ from .export import Exported
 from .onnx_build import DOMAINS, ONNX_TYPE, Builder, UnsupportedError, Val, _attribute, expr_of, shape_of
 from .onnx_functions import functions
 from .operands import bound, eager_refuses, named
-from .program import INPUT, Node, Program, draws
+from .program import INPUT, Node, Program, draws, name_of
 from .refused import talks
 from .registered import ATEN, GRADIENTS, STOPPED, Key, NotServed, called, key_of, optimized, registered_call
 
@@ -602,7 +602,8 @@ class Converter:
         """By result: is it without a gradient whatever requires one? [] when that cannot be told. On tensors without
         values, of the sizes at hand: nothing is asked of symbols, and nothing drawn from torch's generator. Raises
         where PyTorch lacks the derivative that an operand may need."""
-        if not n.inputs():  # randn((3, 4)) would run on the CPU
+        # randn((3, 4)) would run on the CPU; torch.randint_like keeps autograd out, which its operator alone does not
+        if not n.inputs() or name_of(n.target) == "randint_like":
             return [True for t in (n.val if isinstance(n.val, (list, tuple)) else [n.val]) if isinstance(t, Tensor)]
 
         def val(a: Any) -> Any:

@@ -363,7 +363,7 @@ class Functionalizer:
             self.autocast = env[cast(fx.Node, node.args[0])]
         elif not isinstance(target, private.OpOverload):
             if isinstance(val, Tensor):
-                raise self.fail(f"{target}: not an operator the capture knows")
+                raise self.fail(f"{getattr(target, '__name__', target)}: not an operator the capture knows")
             env[node] = val
         elif name_of(target) in _SKIP:
             pass

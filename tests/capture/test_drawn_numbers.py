@@ -113,7 +113,7 @@ def test_dropout_takes_one_seed_or_none(n: int) -> None:
 IN_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "randn_like": lambda h: h + torch.randn_like(h),
     "rand_like": lambda h: h * torch.rand_like(h),
-    "randint_like": lambda h: h * torch.randint_like(h.detach(), 2, 90),
+    "randint_like": lambda h: h * torch.randint_like(h, 2, 90),
     "other type": lambda h: h + torch.randn_like(h, dtype=torch.float32),
     "as it lies": lambda h: h + torch.randn_like(h, memory_format=torch.contiguous_format),
     "in place": lambda h: h + torch.empty_like(h).normal_().exp() + torch.empty_like(h).exponential_(),
@@ -148,6 +148,16 @@ def test_numbers_go_to_where_memory_has_them(name: str, lies: str) -> None:
         if lies == "channels_last" or lies == "as it came" and i % 2:
             x = x.to(memory_format=torch.channels_last)
         same_step(eager, ours, x, i, lambda m: [p.grad for p in m.parameters() if p.grad is not None], 1e-9)
+
+
+def test_integers_drawn_like_what_requires_a_gradient() -> None:
+    torch.manual_seed(0)
+    eager, ours = (make(lambda m, x: (h := m.linear(x)) * torch.randint_like(h, 2, 9)) for make in (Net, lambda f: ORTModule(Net(f))))
+    ours.load_state_dict(eager.state_dict())
+    for i in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(i))
+        same_step(eager, ours, x, i, lambda m: [m.linear.weight.grad.clone()], 1e-4)
+    assert not ours.report().eager, str(ours.report())
 
 
 def test_gaps_in_memory() -> None:
