@@ -363,6 +363,8 @@ class Functionalizer:
             self.autocast = env[cast(fx.Node, node.args[0])]
         elif not isinstance(target, private.OpOverload):
             if isinstance(val, Tensor):
+                if str(getattr(target, "__module__", "")).startswith("torch._functorch."):
+                    raise self.fail("forward calls a function transform (torch.vmap, torch.func.jvp)")
                 raise self.fail(f"{getattr(target, '__name__', target)}: not an operator the capture knows")
             env[node] = val
         elif name_of(target) in _SKIP:

@@ -174,6 +174,14 @@ def decorated(m: Any, x: Tensor) -> Tensor:
     return m.a(x)
 
 
+def mapped(m: Any, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: m.a(row).tanh())(x)
+
+
+def pushed(m: Any, x: Tensor) -> Tensor:
+    return torch.func.jvp(m.a, (x,), (x,))[1]  # type: ignore[no-any-return]
+
+
 def detached_behind_a_view(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     h = x @ m.a.weight
     last = h[:, -1]
@@ -198,7 +206,7 @@ def dispatched(m: Any, x: Tensor) -> Tensor:
     (assigned_grad, "Tensor.grad"), (deleted_grad, "Tensor.grad"), (clipped, "Tensor.grad"), (optimizer, "reads Tensor."),
     (backward, "calls backward"), (functional, "torch.autograd.grad"), (inference, "inference_mode"),
     (decorated, "inference_mode"), (dispatched, "TorchDispatchMode"),
-    (detached_behind_a_view, "that has views")])  # fmt: skip
+    (mapped, "torch.vmap"), (pushed, "torch.func.jvp"), (detached_behind_a_view, "that has views")])  # fmt: skip
 def test_what_a_graph_cannot_do(rule: Callable[..., Any], reason: str) -> None:
     whole(steps(rule, clear=rule not in (zero_grad, zero_grad_of_a_part, assigned_grad, clipped, optimizer)), reason)
 
