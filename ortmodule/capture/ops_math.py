@@ -648,9 +648,10 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
     axes = list(range(v.rank)) if axes is None else [a % v.rank for a in axes]
     mean = c.reduce("ReduceMean", v, axes, True)
     d = c.op2("Sub", v, mean)
-    if v.dtype == F32:  # torch sums in float64: beside a large mean, what that has lost by rounding counts
-        d = c.op2("Sub", d, c.reduce("ReduceMean", d, axes, True))
     total = c.reduce("ReduceSum", c.op2("Mul", d, d), axes, keep)
+    if v.dtype == F32:  # torch sums in float64: beside a large mean, what that has lost by rounding counts
+        lost = c.op2("Mul", c.reduce("ReduceSum", d, axes, keep), c.reduce("ReduceMean", d, axes, keep))
+        total = c.un("Relu", c.op2("Sub", total, lost))
     count: Any = 1
     for a in axes:
         count = count * v.shape[a]
