@@ -131,7 +131,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
-        """That the numbers of a group are such."""
+        """That the numbers of a group are such; before anything moves, at each step."""
+        if "betas" in group:
+            _check_adam(group["bias_correction"], group["betas"], group["eps"])
 
     # --- storage ----------------------------------------------------------------------------------
 
@@ -572,9 +574,6 @@ class FusedAdam(FusedOptimizer):
     def decoupled_weight_decay(self) -> bool:
         return self._adam_w_mode in (AdamWMode.ADAMW_TRANSFORMERS, AdamWMode.ADAMW_TORCH)
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        _check_adam(group["bias_correction"], group["betas"], group["eps"])
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         decoupled = self.decoupled_weight_decay
@@ -607,12 +606,10 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: trust ratio also for groups without weight decay.
         ratio_min, ratio_max: clamp of the trust ratio; not applied when a norm is zero (then the ratio is 1).
         keep_grads: by default float32 gradients hold the direction after step(), as in Apex and onnxruntime-training;
-        True keeps them, at
-            the price of computing the direction twice.
+        True keeps them, at the price of computing the direction twice.
 
     one_launch (attribute, may be set at any time): on CUDA both sweeps run in one launch, the second close behind the
-    first while the data are in
-        the L2 cache. False (default): a launch for each sweep.
+    first while the data are in the L2 cache. False (default): a launch for each sweep.
 
     A step whose gradient norm is inf or NaN is left out as a whole when max_grad_norm is set; otherwise single elements
     whose direction is not finite keep weight and moments.
@@ -668,9 +665,6 @@ class FusedLAMB(FusedOptimizer):
             maximize=maximize,
         )
         super().__init__(params, defaults, set_grad_none, master_weights, stochastic_rounding, moment_dtype)
-
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        _check_adam(group["bias_correction"], group["betas"], group["eps"])
 
     def _part_gradients(self, collected: list[dict[int, list[list[Any]]]]) -> None:
         lists = [grads for by_store in collected for _, grads, _ in by_store.values()]

@@ -302,6 +302,7 @@ class Graph:
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.turns = [spec.turn for spec in captured.inputs]
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
+        self.pairs = [i for i, spec in enumerate(captured.inputs) if spec.pairs]
         self.host_inputs = frozenset(self.model.host_inputs)
         if any(spec.kind == "user" for spec in captured.inputs[len(self.leaves) :]):
             raise RuntimeError("ortmodule: user inputs of a captured graph must come first")

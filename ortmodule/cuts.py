@@ -225,6 +225,7 @@ class CutGraph:
         self.again = [_Again(i) for i in captured.interpreters]
         self.leaves = [spec.leaf for spec in captured.inputs if spec.kind == "user"]
         self.bound = [spec for spec in captured.inputs if spec.kind != "user"]
+        self.pairs: list[int] = []  # complex numbers stay what they are
         fed = [self.parts[k].feed[i] for k, g in enumerate(self.graphs) if g is not None for i in g.writes]
         self.writes = [slot for slot in fed if isinstance(slot, int)]
         self.n_outputs = len(self.outputs)

@@ -17,6 +17,7 @@ from . import torch_private as private
 from .artifacts import OptimType
 from .capture import Captured, capture
 from .capture.export import capture_error
+from .capture.pairs import as_pairs
 from .capture.skeleton import skeleton
 from .errors import CaptureError
 from .quiet import quiet
@@ -231,7 +232,7 @@ def save_for_device(
         if spec.kind == "user":
             continue
         t = tensor_of(state.module, spec)
-        values[spec.name] = _bytes(t)
+        values[spec.name] = _bytes(as_pairs(t) if spec.pairs else t)
         if spec.kind == "param" and t.requires_grad:
             trained[spec.name] = t
         elif spec.kind == "param":

@@ -40,6 +40,7 @@ from . import torch_private as private
 from .capture import CaptureError, FlatInputs, capture_error, flatten_inputs
 from .capture.onnx_build import same_graph
 from .capture.opaque import Changed
+from .capture.pairs import as_pairs
 from .capture.refused import users_hook
 from .capture.skeleton import Unreadable, input_skeleton
 from .chain import Graph, Refusal, Unfit
@@ -218,6 +219,8 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     tensors = [given[i] for i in graph.leaves]
     wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
     tensors += site.bound
+    for i in graph.pairs:
+        tensors[i] = as_pairs(tensors[i])
     if isinstance(graph, cuts.CutGraph):
         return _play(state, site, graph, tensors, env)
     moment = branches.Moment(graph, tensors) if captured.answers else None

@@ -107,8 +107,10 @@ def _others(module: nn.Module, bound: Sequence[Any],
         owner, _, name = spec.target.rpartition(".")
         m = modules.get(owner)
         for own in () if m is None else (m._parameters, m._buffers):
-            if own.get(name) is not None and own[name] is not t:
-                found.append((own, name, t))
+            now = own.get(name)
+            if now is None or now is t or (spec.pairs and now.data_ptr() == t.data_ptr()):
+                continue
+            found.append((own, name, torch.view_as_complex(t) if spec.pairs else t))
     return found
 
 

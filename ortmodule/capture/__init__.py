@@ -9,6 +9,7 @@ place.
     facts.py        what the trace took for granted of the arguments besides sizes
     registered.py   gradients and graph optimizers that a user registers; symbolic.py: symbolics
     density.py      which share of the labels and tokens counts
+    pairs.py        complex numbers become pairs of reals, where arithmetic is all that is done with them
     regions.py      what has sizes that depend on data becomes nodes that PyTorch runs
     opaque.py       custom autograd.Functions and submodules kept in PyTorch
     checkpoints.py  where torch.utils.checkpoint stands
@@ -58,6 +59,7 @@ from .functional import functionalize
 from .layouts import OneNow
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import Recorded, without_values
+from .pairs import complex_as_pairs
 from .program import STOP, Node, Program, View
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
@@ -80,7 +82,7 @@ class InputSpec:
     """One graph input. leaf: index into the flattened user leaves (FlatInputs.tensors, then .scalars). target: fully
     qualified name. tensor: the object itself for kind 'const_attr' (a tensor that is neither parameter nor buffer).
     dims: sizes, as in the ONNX file. turn: when PyTorch's backward would hand out its gradient, among those of all
-    inputs."""
+    inputs. pairs: complex, and taken as pairs of reals."""
 
     name: str
     kind: Literal["user", "param", "buffer", "const_attr"]
@@ -89,6 +91,7 @@ class InputSpec:
     tensor: Tensor | None = None
     dims: tuple[int | str, ...] = ()
     turn: int = 0
+    pairs: bool = False
 
 
 @dataclass
@@ -200,6 +203,7 @@ def capture(
     told = logging.getLogger("ortmodule").isEnabledFor(logging.INFO)
     shares = densities(program, exported, flatten_inputs(args, kwargs).tensors) if told else []
     ops_sequence.ctc_into_graph(program, exported)
+    complex_as_pairs(program)
     keep_unknown_sizes(program, exported)
     asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
     program.outputs = program.outputs[: len(program.outputs) - len(asked)]
@@ -408,7 +412,8 @@ def _inputs(program: Program, builder: Builder) -> tuple[list[InputSpec], dict[N
         dims = tuple(d if isinstance(d, int) else builder.sizes.text(d) for d in v.shape)
         kind: Any = source.kind
         tensor = source.tensor if kind == "const_attr" else None
-        specs.append(InputSpec(v.name, kind, source.leaf, source.target, tensor, dims, turns[node]))
+        specs.append(InputSpec(v.name, kind, source.leaf, source.target, tensor, dims, turns[node],
+                               source.pairs))  # fmt: skip
     return specs, index
 
 

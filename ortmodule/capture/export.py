@@ -63,12 +63,13 @@ _PREFIX = "m."  # the user's module inside the wrapper
 @dataclass
 class Source:
     """A placeholder of the exported graph. leaf: index into the flattened user leaves. tensor: the object, for all but
-    user inputs."""
+    user inputs. pairs: it is complex, and the graph takes it as pairs of reals (pairs.py)."""
 
     kind: str  # 'user' | 'param' | 'buffer' | 'const_attr' | 'constant'
     target: str = ""
     leaf: int = -1
     tensor: Tensor | None = None
+    pairs: bool = False
 
 
 @dataclass

@@ -1,0 +1,337 @@
+"""Complex numbers as pairs of reals, where arithmetic and views are all that is done with them: rotary embeddings.
+
+The engine has no complex tensors. One of a shape is here a tensor of reals with one more axis, (real, imaginary), as
+torch.view_as_real shows its memory: views move the other axes, a product p q is p re(q) + flip(p) (-im(q), im(q)), in
+which flip is a view. What complex tensors connect goes this way as a whole; where anything in it has no rule (spectra),
+it stays as it is, for regions.py to leave to PyTorch. A tensor of the module's own is given to the graph as such pairs
+(InputSpec.pairs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_private as private
+from .export import Source
+from .program import COPY, INPUT, STOP, Node, Program
+
+REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_OWN = ("buffer", "const_attr", "constant")  # kinds of tensors that may be given as pairs
+aten = torch.ops.aten
+
+
+class _No(Exception):
+    """It cannot be done with pairs."""
+
+
+def as_pairs(t: Tensor) -> Tensor:
+    """The memory of a complex tensor as reals, parts last."""
+    return torch.view_as_real(t.resolve_conj())
+
+
+def complex_as_pairs(program: Program) -> None:
+    """Rewrites in `program` what can be; the nodes stay what others refer to."""
+    held = {node: i for i, (_, node) in enumerate(program.inputs)}
+    everywhere = [*held, *program.nodes]
+    if not any(_is_complex(n.val) for n in everywhere):
+        return
+    given = {n for n in program.outputs if isinstance(n, Node)} | {n for both in program.writes for n in both}
+    given |= {n for n, _ in program.views.values()} | {*program.passthrough.values(), *program.item_of.values()}
+    for group in _groups(everywhere):
+        if any(_is_complex(n.val) and n in given for n in group):
+            continue
+        try:
+            work = _Work()
+            for n in group:
+                work.do(n, program.inputs[held[n]][0] if n in held else None)
+        except _No:
+            continue
+        for n, (target, args, val) in work.new.items():
+            n.target, n.args, n.kwargs, n.val, n.autocast = target, args, {}, val, ()
+        for n, source in work.sources.items():
+            program.inputs[held[n]] = (source, n)
+        nodes: list[Node] = []
+        for n in program.nodes:
+            nodes += [*work.before.get(n, ()), n]
+        program.nodes = nodes
+
+
+def _is_complex(val: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.is_complex() for t in (val if isinstance(val, (list, tuple)) else (val,)))
+
+
+def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
+    """What complex tensors connect, each in the order of the program."""
+    of: dict[Node, Node] = {}
+
+    def root(n: Node) -> Node:
+        while of.setdefault(n, n) is not n:
+            n = of[n]
+        return n
+
+    for n in nodes:
+        for x in n.inputs():
+            if _is_complex(x.val):
+                of[root(n)] = root(x)
+        if _is_complex(n.val):
+            root(n)
+    found: dict[Node, list[Node]] = {}
+    for n in nodes:
+        if n in of:
+            found.setdefault(root(n), []).append(n)
+    return list(found.values())
+
+
+class _Work:
+    """One group. new: what its nodes become; before: nodes to be made in front of one; sources: of inputs."""
+
+    def __init__(self) -> None:
+        self.new: dict[Node, tuple[Any, tuple[Any, ...], Any]] = {}
+        self.before: dict[Node, list[Node]] = {}
+        self.sources: dict[Node, Source] = {}
+        self.n: Any = None
+
+    def do(self, n: Node, source: Source | None) -> None:
+        self.n = n
+        if source is not None:
+            t = source.tensor
+            if source.kind not in _OWN or t is None or t.requires_grad or t.is_conj() or n.val.dtype not in REAL:
+                raise _No
+            own = as_pairs(t) if source.kind == "constant" else t
+            self.sources[n] = Source(source.kind, source.target, source.leaf, own, pairs=source.kind != "constant")
+            self.new[n] = (INPUT, n.args, self.pair_val())
+            return
+        rule = _RULES.get(_name(n.target))
+        if rule is None or isinstance(n.val, (list, tuple)) or (_is_complex(n.val) and n.val.dtype not in REAL):
+            raise _No
+        rule(self, n, *n.args)
+
+    # --- what rules are made of
+
+    def val(self, x: Node) -> Any:
+        return self.new[x][2] if x in self.new else x.val
+
+    def is_pair(self, x: Any) -> bool:
+        return isinstance(x, Node) and x in self.new and _is_complex(x.val)
+
+    def rank(self, x: Node) -> int:
+        """Of the complex tensor."""
+        if not self.is_pair(x):
+            raise _No
+        return int(x.val.dim())
+
+    def pair_val(self) -> Any:
+        v = self.n.val
+        return v.new_empty((*v.shape, 2), dtype=REAL[v.dtype])
+
+    def make(self, target: Any, args: tuple[Any, ...], shape: Sequence[Any], dtype: torch.dtype) -> Node:
+        node = Node(target, args, {}, self.n.val.new_empty(tuple(shape), dtype=dtype), self.n.src, self.n.grad)
+        node.within = self.n.within
+        self.before.setdefault(self.n, []).append(node)
+        return node
+
+    def become(self, target: Any, *args: Any) -> None:
+        v = self.n.val
+        self.new[self.n] = (target, args, self.pair_val() if v.is_complex() else v)
+
+    def part(self, x: Node, i: int) -> Node:
+        """The real or imaginary part, with an axis of one."""
+        v = self.val(x)
+        r = self.rank(x)
+        return self.make(aten.slice.Tensor, (x, r, i, i + 1), (*v.shape[:-1], 1), v.dtype)
+
+    def like(self, target: Any, x: Node, *more: Any) -> Node:
+        v = self.val(x)
+        return self.make(target, (x, *more), v.shape, v.dtype)
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        v = self.val(x)
+        return x if v.dtype == dtype else self.make(aten.to.dtype, (x, dtype), v.shape, dtype)
+
+    def operand(self, x: Any) -> Any:
+        """A number, a real tensor beside pairs, or a pair, of the result's type."""
+        real = REAL.get(self.n.val.dtype)
+        if real is None or isinstance(x, complex):
+            raise _No
+        if not isinstance(x, Node):
+            return x
+        x_val = self.val(x)
+        if not isinstance(x_val, Tensor):
+            raise _No
+        found = self.cast(x, real)
+        if self.is_pair(x) or not x_val.dim():
+            return found
+        return self.make(aten.unsqueeze.default, (found, x_val.dim()), (*x_val.shape, 1), real)
+
+
+def _name(target: Any) -> str:
+    if not isinstance(target, private.OpOverload):
+        return target if isinstance(target, str) else ""
+    name, overload = target._schema.name.partition("::")[2], target._overloadname
+    return f"{name}.{overload}" if overload not in ("", "default") else name
+
+
+_Rule = Callable[..., None]
+_RULES: dict[str, _Rule] = {}
+
+
+def _rule(*names: str) -> Callable[[_Rule], _Rule]:
+    def keep(f: _Rule) -> _Rule:
+        _RULES.update(dict.fromkeys(names, f))
+        return f
+
+    return keep
+
+
+# --- in and out
+
+
+@_rule("view_as_complex", "view_as_real")
+def _as_it_is(w: _Work, n: Node, x: Node) -> None:
+    w.become(aten.alias.default, x)
+
+
+@_rule("real", "imag")
+def _part(w: _Work, n: Node, x: Node) -> None:
+    w.become(aten.select.int, x, w.rank(x), int(_name(n.target) == "imag"))
+
+
+@_rule("complex", "polar")
+def _made(w: _Work, n: Node, a: Node, b: Node) -> None:
+    real, shape = REAL[n.val.dtype], n.val.shape
+    both = [w.make(aten.expand.default, (x, list(shape)), shape, real) for x in (a, b)]
+    if _name(n.target) == "polar":
+        both = [w.like(aten.mul.Tensor, both[0], w.like(f, both[1])) for f in (aten.cos.default, aten.sin.default)]
+    w.become(aten.stack.default, both, len(shape))
+
+
+# --- arithmetic
+
+
+@_rule("mul.Tensor")
+def _mul(w: _Work, n: Node, a: Any, b: Any) -> None:
+    p, q = w.operand(a), w.operand(b)
+    if not (w.is_pair(a) and w.is_pair(b)):
+        return w.become(aten.mul.Tensor, p, q)
+    if _elements(w.val(p)) < _elements(w.val(q)):  # the table is the smaller one
+        p, q = q, p
+    v, last = w.val(q), w.val(q).dim() - 1
+    re, im = [w.make(aten.slice.Tensor, (q, last, i, i + 1), (*v.shape[:-1], 1), v.dtype) for i in (0, 1)]
+    signed = w.make(aten.cat.default, ([w.like(aten.neg.default, im), im], last), v.shape, v.dtype)
+    shape, real = (*n.val.shape, 2), v.dtype
+    straight = w.make(aten.mul.Tensor, (p, re), shape, real)
+    turned = w.make(aten.mul.Tensor, (w.like(aten.flip.default, p, [w.val(p).dim() - 1]), signed), shape, real)
+    return w.become(aten.add.Tensor, straight, turned)
+
+
+def _elements(v: Tensor) -> int:
+    found = 1
+    for d in v.shape:
+        found *= d if isinstance(d, int) else 1 << 20  # a size of the data's, beside numbers of the model's
+    return found
+
+
+@_rule("div.Tensor")
+def _div(w: _Work, n: Node, a: Any, b: Any) -> None:
+    if w.is_pair(b):
+        raise _No
+    w.become(aten.div.Tensor, w.operand(a), w.operand(b))
+
+
+@_rule("add.Tensor", "sub.Tensor")
+def _add(w: _Work, n: Node, a: Any, b: Any) -> None:
+    if n.kwargs or not (w.is_pair(a) and w.is_pair(b)):
+        raise _No
+    w.become(n.target, w.operand(a), w.operand(b))
+
+
+@_rule("neg")
+def _neg(w: _Work, n: Node, x: Node) -> None:
+    w.become(n.target, x)
+
+
+@_rule("conj", "_conj", "conj_physical", "_conj_physical")
+def _conj(w: _Work, n: Node, x: Node) -> None:
+    w.become(aten.cat.default, [w.part(x, 0), w.like(aten.neg.default, w.part(x, 1))], w.rank(x))
+
+
+@_rule("sum.dim_IntList", "mean.dim")
+def _reduced(w: _Work, n: Node, x: Node, dims: Any, keep: bool = False) -> None:
+    rank = w.rank(x)
+    if n.kwargs or not rank:
+        raise _No
+    w.become(n.target, x, [d % rank for d in dims or range(rank)], keep)
+
+
+# --- views, and what moves elements
+
+
+@_rule("clone", "contiguous", "alias", "lift", "lift_fresh", "lift_fresh_copy", "to.dtype", "to.device",
+       "to.dtype_layout", "_to_copy", "type_as", "resolve_conj", "resolve_neg")  # fmt: skip
+def _same(w: _Work, n: Node, x: Node, *_: Any) -> None:
+    if not w.is_pair(x) or not n.val.is_complex():
+        raise _No
+    real = REAL[n.val.dtype]
+    if w.val(x).dtype == real:
+        w.become(aten.alias.default, x)
+    else:
+        w.become(aten.to.dtype, x, real)
+
+
+@_rule(STOP, COPY, "detach")
+def _kept(w: _Work, n: Node, x: Node) -> None:
+    w.rank(x)
+    w.become(n.target, x)
+
+
+@_rule("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten.using_ints", "unflatten.int", "ravel",
+       "reshape_to", "squeeze", "squeeze.dim", "squeeze.dims", "unsqueeze")  # fmt: skip
+def _reshaped(w: _Work, n: Node, x: Node, *_: Any) -> None:
+    w.rank(x)
+    w.become("reshape_to", x)
+
+
+@_rule("expand", "expand_as", "broadcast_to")
+def _expanded(w: _Work, n: Node, x: Node, *_: Any) -> None:
+    w.rank(x)
+    w.become(aten.expand.default, x, [*n.val.shape, 2])
+
+
+@_rule("slice.Tensor", "select.int", "narrow", "transpose.int", "index_select")
+def _along(w: _Work, n: Node, x: Node, dim: int = 0, *more: Any) -> None:
+    rank = w.rank(x)
+    if _name(n.target) == "transpose.int":
+        more = (more[0] % rank,)
+    if n.kwargs or not rank:
+        raise _No
+    w.become(n.target, x, dim % rank, *more)
+
+
+@_rule("permute")
+def _permuted(w: _Work, n: Node, x: Node, dims: Sequence[int]) -> None:
+    rank = w.rank(x)
+    w.become(n.target, x, [*[d % rank for d in dims], rank])
+
+
+@_rule("flip")
+def _flipped(w: _Work, n: Node, x: Node, dims: Sequence[int]) -> None:
+    rank = w.rank(x)
+    w.become(n.target, x, [d % rank for d in dims])
+
+
+@_rule("cat", "stack")
+def _joined(w: _Work, n: Node, xs: Sequence[Node], dim: int = 0) -> None:
+    if not all(w.is_pair(x) and w.val(x).dtype == REAL[n.val.dtype] for x in xs):
+        raise _No
+    w.become(n.target, list(xs), dim % n.val.dim())
+
+
+@_rule("index.Tensor")
+def _indexed(w: _Work, n: Node, x: Node, at: Sequence[Any]) -> None:
+    if not w.is_pair(x) or any(isinstance(i, Node) and i.val.dtype not in (torch.int64, torch.int32) for i in at):
+        raise _No
+    w.become(n.target, x, list(at))

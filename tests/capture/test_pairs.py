@@ -1,0 +1,225 @@
+"""Complex numbers in the engine, as pairs of reals (capture/pairs.py): rotary embeddings as Meta's Llama and torchtitan write them, arithmetic and views; what has no rule runs in
+PyTorch. Beside eager in fp64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ortmodule import ORTModule
+
+C = torch.view_as_complex
+R = torch.view_as_real
+
+
+def frequencies(d: int, length: int) -> Tensor:
+    angles = torch.outer(torch.arange(length).double(), 1.0 / 10000 ** (torch.arange(0, d, 2).double() / d))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotary(q: Tensor, k: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+    qc, kc = (C(x.reshape(*x.shape[:-1], -1, 2)) for x in (q, k))
+    freqs = freqs[: q.shape[1]].view(1, qc.shape[1], 1, qc.shape[-1])
+    return R(qc * freqs).flatten(3).type_as(q), R(kc * freqs).flatten(3).type_as(k)
+
+
+class Block(nn.Module):
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1) for y in self.qkv(x).split(d, -1))
+        q, k = rotary(q, k, freqs)
+        y = nn.functional.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, d))
+
+
+class Llama(nn.Module):
+    def __init__(self, kept: str, d: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.blocks, self.kept, self.size = nn.ModuleList(Block(d, heads) for _ in range(2)), kept, d // heads
+        if kept == "buffer":
+            self.register_buffer("freqs", frequencies(d // heads, 32), persistent=False)
+        elif kept == "attribute":
+            self.freqs = frequencies(d // heads, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        freqs = self.freqs.to(x.device) if self.kept != "made" else frequencies(self.size, 32)
+        for block in self.blocks:
+            x = block(x, freqs)
+        return x
+
+
+def same(eager: nn.Module, ours: ORTModule, *args: Tensor) -> None:
+    results = []
+    for m in (eager, ours):
+        own = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
+        for p in m.parameters():
+            p.grad = None
+        y = m(*own)
+        y.square().sum().backward()
+        results.append([y.detach(), *[x.grad for x in own], *[p.grad for p in m.parameters()]])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or a.dtype == b.dtype and a.shape == b.shape
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kept", ["made", "attribute", "buffer"])
+def test_rotary_embeddings(seeded: None, kept: str) -> None:
+    eager = Llama(kept).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for b, t in ((2, 5), (3, 9), (1, 32)):
+        same(eager, ours, torch.randn(b, t, 16, dtype=torch.float64))
+    report = ours.report()
+    assert report.node_share == 1 and report.n_captures == 2 and not report.eager, str(report)
+
+
+def test_a_table_that_changes(seeded: None) -> None:
+    """Edited in place, by way of .data, and replaced: the next call takes it as it is."""
+    eager = Llama("buffer").double()
+    ours = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    same(eager, ours, x)
+    for m in (eager, ours.module):
+        m.freqs.mul_(1j)
+    same(eager, ours, x)
+    for m in (eager, ours.module):
+        m.freqs.data = m.freqs.data * 0.5
+    same(eager, ours, x)
+    for m in (eager, ours.module):
+        m.freqs = m.freqs.conj()
+    same(eager, ours, x)
+    for m in (eager, ours.module):
+        m.freqs = m.freqs.resolve_conj().clone()
+    same(eager, ours, x)
+    assert not ours.report().eager, str(ours.report())
+
+
+class Of(nn.Module):
+    def __init__(self, f: Callable[..., Tensor], *held: Tensor) -> None:
+        super().__init__()
+        self.f, self.body = f, nn.Linear(6, 6)
+        for i, t in enumerate(held):
+            self.register_buffer(f"t{i}", t)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(torch.tanh(self.body(x)), *self.buffers())
+
+
+def z(x: Tensor) -> Tensor:
+    return C(x.reshape(*x.shape[:-1], 3, 2))
+
+
+TABLE = torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
+WIDE = torch.randn(7, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
+POSITIONS = torch.tensor([3, 0, 5, 5])
+FORMS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "product with a table": (lambda x, t: R(z(x) * t), [TABLE]),
+    "table first": (lambda x, t: R(t * z(x)), [TABLE]),
+    "square": (lambda x: R(z(x) * z(x)), []),
+    "product of two": (lambda x: R(z(x) * z(x.flip(-1))), []),
+    "conjugate": (lambda x, t: R(z(x) * t.conj() + z(x).conj()), [TABLE]),
+    "real and imaginary": (lambda x: z(x).real * z(x).imag, []),
+    "made of parts": (lambda x: R(torch.complex(x[..., :3], x[..., 3:]) * z(x)), []),
+    "polar": (lambda x: R(torch.polar(x[..., :3].exp(), x[..., 3:])), []),
+    "by a number": (lambda x: R(z(x) * 2.5 - z(x) / 3), []),
+    "by reals": (lambda x: R(z(x) * x[..., :3] / (1.5 + x[..., 3:])), []),
+    "by one real": (lambda x: R(z(x) * x.sum()), []),
+    "negated": (lambda x: R(-z(x)), []),
+    "sum of an axis": (lambda x: R(z(x).sum(0) + z(x).mean((0, -1), keepdim=True)), []),
+    "sum of all": (lambda x: R(z(x).sum((0, 1, 2))), []),
+    "transposed": (lambda x: R(z(x).transpose(-1, 0).transpose(-2, -1).contiguous()), []),
+    "permuted": (lambda x: R(z(x).permute(2, -3, 1)), []),
+    "sliced from the end": (lambda x: R(z(x)[..., -2:] * z(x)[..., :-1]), []),
+    "selected": (lambda x: R(z(x).select(-1, 1)), []),
+    "an axis more": (lambda x: R(z(x).unsqueeze(-1) * z(x).unsqueeze(-2)), []),
+    "an axis of one": (lambda x: R(z(x)[..., :1].squeeze(-1)), []),
+    "expanded": (lambda x: R(z(x).unsqueeze(0).expand(2, -1, -1, -1)), []),
+    "flattened": (lambda x: R(z(x).flatten(0, 1).unflatten(-1, (3, 1))), []),
+    "joined": (lambda x: R(torch.cat([z(x), z(x) * 2], -1)) + R(torch.stack([z(x), -z(x)], -1)).flatten(-3, -2), []),
+    "by positions": (lambda x, w: R(z(x) * w[POSITIONS][:, :3].view(4, 1, 3)[: x.shape[0]]), [WIDE]),
+    "chosen rows": (lambda x, w: R(z(x) * w.index_select(0, POSITIONS)[1]), [WIDE]),
+    "flipped": (lambda x: R(z(x).flip(-1)), []),
+    "kept from gradients": (lambda x: R(z(x) * z(x).detach()), []),
+    "without gradients": (lambda x: R(z(x) * times_two(x)), []),
+    "a number of single precision": (lambda x: R(z(x.float()) * z(x.float())).double(), []),
+    "of both precisions": (lambda x, t: R(z(x.float()) * t), [TABLE]),
+}
+
+
+def times_two(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return z(x) * 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(seeded: None, form: str) -> None:
+    f, held = FORMS[form]
+    eager = Of(f, *held).double()
+    for i, t in enumerate(held):
+        setattr(eager, f"t{i}", t)
+    ours = ORTModule(copy.deepcopy(eager))
+    for shape in ((4, 5, 6), (3, 2, 6), (2, 7, 6)):
+        x = torch.randn(shape, dtype=torch.float64)
+        if "single" in form:
+            y, ref = ours(x), eager(x)
+            torch.testing.assert_close(y, ref, rtol=1e-5, atol=1e-6)
+        elif "both" in form:
+            torch.testing.assert_close(ours(x), eager(x), rtol=1e-6, atol=1e-6)
+        else:
+            same(eager, ours, x)
+    report = ours.report()
+    assert report.node_share == 1 and not report.host and not report.eager, str(report)
+
+
+def test_a_backward_that_is_differentiated(seeded: None) -> None:
+    eager = Of(FORMS["product with a table"][0], TABLE).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    given = torch.randn(2, 5, 6, dtype=torch.float64)
+    found = []
+    for m in (eager, ours):
+        x = given.clone().requires_grad_()
+        (g,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        g.square().sum().backward()
+        found.append([x.grad, *[p.grad for p in m.parameters()]])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+    assert ours.module.t0.is_complex() and not ours.report().eager
+
+
+REGIONS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "spectrum": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, n=6), []),
+    "absolute": (lambda x: z(x).abs(), []),
+    "root": (lambda x: R(z(x).sqrt()), []),
+    "a number that is complex": (lambda x: R(z(x) * 1j), []),
+    "quotient": (lambda x: R(z(x) / (z(x) + z(x.cos()) * 2)), []),
+    "sum with reals": (lambda x: R(z(x) + x[..., :3]), []),
+    "matrix product": (lambda x: R(z(x) @ z(x).transpose(-1, -2)), []),
+}
+
+
+@pytest.mark.parametrize("form", REGIONS)
+def test_what_has_no_rule_runs_in_pytorch(seeded: None, form: str) -> None:
+    """As a region: all of what complex tensors connect, and nothing else."""
+    f, held = REGIONS[form]
+    eager = Of(lambda x, *t: f(x, *t).sum() * R(z(x) * z(x)), *held).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for shape in ((4, 5, 6), (3, 2, 6)):
+        same(eager, ours, torch.randn(shape, dtype=torch.float64))
+    report = ours.report()
+    assert len(report.host) >= 1 and not report.eager, str(report)
+
+
+def test_results_and_arguments_that_are_complex_run_in_pytorch(seeded: None) -> None:
+    for f in (lambda x: z(x) * z(x), lambda x: (R(z(x)), z(x))):
+        eager = Of(f).double()
+        ours = ORTModule(copy.deepcopy(eager))
+        x = torch.randn(4, 5, 6, dtype=torch.float64)
+        torch.testing.assert_close(ours(x), eager(x), rtol=1e-12, atol=1e-12)
