@@ -1,10 +1,10 @@
 """Complex numbers as pairs of reals, where arithmetic and views are all that is done with them: rotary embeddings.
 
 The engine has no complex tensors. One of a shape is here a tensor of reals with one more axis, (real, imaginary), as
-torch.view_as_real shows its memory: views move the other axes, a product p q is p re(q) + flip(p) (-im(q), im(q)), in
-which flip is a view. What complex tensors connect goes this way as a whole; where anything in it has no rule (spectra),
-it stays as it is, for regions.py to leave to PyTorch. A tensor of the module's own is given to the graph as such pairs
-(InputSpec.pairs).
+torch.view_as_real shows its memory: views move the other axes, a product p q is p (re(q), re(q)) + flip(p) (-im(q),
+im(q)), in which flip is a view; q is the smaller one, often a table. What complex tensors connect goes this way as a
+whole; where anything in it has no rule (spectra), it stays as it is, for regions.py to leave to PyTorch. A tensor of
+the module's own is given to the graph as such pairs (InputSpec.pairs).
 """
 
 from __future__ import annotations
@@ -221,9 +221,10 @@ def _mul(w: _Work, n: Node, a: Any, b: Any) -> None:
         p, q = q, p
     v, last = w.val(q), w.val(q).dim() - 1
     re, im = [w.make(aten.slice.Tensor, (q, last, i, i + 1), (*v.shape[:-1], 1), v.dtype) for i in (0, 1)]
+    both = w.make(aten.cat.default, ([re, re], last), v.shape, v.dtype)
     signed = w.make(aten.cat.default, ([w.like(aten.neg.default, im), im], last), v.shape, v.dtype)
     shape, real = (*n.val.shape, 2), v.dtype
-    straight = w.make(aten.mul.Tensor, (p, re), shape, real)
+    straight = w.make(aten.mul.Tensor, (p, both), shape, real)
     turned = w.make(aten.mul.Tensor, (w.like(aten.flip.default, p, [w.val(p).dim() - 1]), signed), shape, real)
     return w.become(aten.add.Tensor, straight, turned)
 

@@ -223,3 +223,35 @@ def test_results_and_arguments_that_are_complex_run_in_pytorch(seeded: None) -> 
         ours = ORTModule(copy.deepcopy(eager))
         x = torch.randn(4, 5, 6, dtype=torch.float64)
         torch.testing.assert_close(ours(x), eager(x), rtol=1e-12, atol=1e-12)
+
+
+class Turned(nn.Module):
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        v = self.view(x)
+        turned = v.flip(-1)
+        return torch.where(table != 0, turned, v) if x.dtype == torch.bool else turned * table + v
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x, "permuted": lambda x: x.movedim(0, -2), "cut": lambda x: x[..., x.shape[-2] // 2 :, :], "turned over": lambda x: x.flip(-2), "every other": lambda x: x[..., ::2, :],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_pairs_read_from_their_end(dtype: torch.dtype, view: str) -> None:
+    """Operands whose last axis is two, flipped: dense and not, beside tables, of one pair and of many."""
+    g = torch.Generator().manual_seed(5)
+    eager = Turned(VIEWS[view])
+    ours = ORTModule(Turned(VIEWS[view]))
+    for shape in ((1, 2), (3, 2), (5, 7, 2), (2, 300, 3, 2), (4, 9, 8, 16, 2)):
+        x = (torch.randn(shape, generator=g) * 9).abs().to(dtype)
+        pairs = VIEWS[view](x).shape[-2]
+        table = (torch.randn((pairs, 2), generator=g) * 9).abs().to(dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x, table), eager(x, table), rtol=0 if not dtype.is_floating_point else None, atol=0 if not dtype.is_floating_point else None)
+    assert not ours.report().eager

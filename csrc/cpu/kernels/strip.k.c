@@ -299,9 +299,24 @@ static const store_fn store_table[OM_N_DTYPES] = {
 };
 static const uint8_t class_size[OM_STRIP_CLASSES] = {4, 8, 8, 1};
 
+#define SWAP(T)                                                                                     \
+    do {                                                                                            \
+        T *x = reg;                                                                                 \
+        for (int64_t i = 0; i < n; i += 2) {                                                        \
+            const T even = x[i];                                                                    \
+            x[i] = x[i + 1], x[i + 1] = even;                                                       \
+        }                                                                                           \
+    } while (0)
+static void swap_pairs(void *reg, int size, int64_t n) {
+    if (size == 4) SWAP(uint32_t);
+    else if (size == 8) SWAP(uint64_t);
+    else SWAP(uint8_t);
+}
+
 /* Copies the flat range [i0, i0 + n) between a tensor that does not follow the flat index and a register, piece by
  * piece: as far as the tensor itself goes on in one stride. Whole pieces one stride apart are copied without a step of
- * the odometer between them. */
+ * the odometer between them. Dense pairs read in turned order (the imaginary part first, of a product of complex
+ * numbers) are read as they lie and turned then. */
 static void walk(const om_strip_job *j, const om_strip_arg *a, int dtype, int64_t i0, int64_t n, char *reg,
                  int reg_size, bool store) {
     int64_t dim[OM_RANK], stride[OM_RANK], at[OM_RANK], rest = i0, off = 0;
@@ -311,7 +326,12 @@ static void walk(const om_strip_job *j, const om_strip_arg *a, int dtype, int64_
         if (!merge) dim[rank++] = 1;
         dim[rank - 1] *= j->dim[d], stride[rank - 1] = a->stride[d];
     }
+    const bool turned = !store && rank > 1 && dim[rank - 1] == 2 && stride[rank - 1] == -1 && stride[rank - 2] == 2 &&
+                        !(i0 & 1) && !(n & 1);
+    if (turned) rank--, dim[rank - 1] *= 2, stride[rank - 1] = 1, off = -1;
     const int last = rank - 1;
+    char *const first = reg;
+    const int64_t all = n;
     for (int d = last; d >= 0; d--) {
         at[d] = rest % dim[d];
         rest /= dim[d];
@@ -341,6 +361,7 @@ static void walk(const om_strip_job *j, const om_strip_arg *a, int dtype, int64_
             at[d] = 0;
         }
     }
+    if (turned) swap_pairs(first, reg_size, all);
 }
 
 static void strip_run(const om_strip_job *j, int64_t begin, int64_t end) {
