@@ -697,6 +697,10 @@ class Graph:
             with hooks_at_rest(places):
                 found = torch.autograd.grad(sources, places, incoming, create_graph=torch.is_grad_enabled(),
                                             allow_unused=True)  # fmt: skip
+            # a tensor that is two inputs has all of its gradient at both: one hands it on
+            takers = {id(aliases[i]): i for _, inputs in step.variant.nodes for i in inputs}
+            found = [g if takers.get(id(at), i) == i else None
+                     for i, at, g in zip(numbers, places, found, strict=True)]  # fmt: skip
         return Live(None, dict(zip(numbers, found, strict=True)), True)
 
     def _like(self, step: Step, outputs: Sequence[Tensor | None]) -> bool:

@@ -218,9 +218,11 @@ class Pair(nn.Module):
         return (self.c(q).sin() * (1.0 if k is None else k)).sum()
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("computed", [False, True])
 @pytest.mark.parametrize("unused", [False, True])
-def test_one_tensor_as_two_arguments_differentiated_twice(unused: bool, computed: bool) -> None:
+def test_one_tensor_as_two_arguments_differentiated_twice(unused: bool, computed: bool, before: bool) -> None:
+    """before: the capture was made of two tensors."""
     module = Pair()
     if unused:
         module.forward = lambda q, k: module.c(q).sin().sum()  # type: ignore[assignment]
@@ -229,6 +231,10 @@ def test_one_tensor_as_two_arguments_differentiated_twice(unused: bool, computed
         for _ in range(2):
             x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
             given = x * 2 if computed else x
+            if before:
+                run(given, (x * 3) if computed else x.detach().clone().requires_grad_()).backward()
+                x.grad = None
+                given = x * 2 if computed else x
             (first,) = torch.autograd.grad(run(given, given), x, create_graph=True)
             found.append((first.detach(), *torch.autograd.grad(first.square().sum(), [x, *module.parameters()])))
     for each in found[1:]:
