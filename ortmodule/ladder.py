@@ -219,8 +219,9 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     tensors = [given[i] for i in graph.leaves]
     wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
     tensors += site.bound
-    for i in graph.pairs:
-        tensors[i] = as_pairs(tensors[i])
+    if graph.pairs:
+        made = {id(tensors[i]): as_pairs(tensors[i]) for i in graph.pairs}  # one that comes twice is one
+        tensors = [made.get(id(t), t) for t in tensors]
     if isinstance(graph, cuts.CutGraph):
         return _play(state, site, graph, tensors, env)
     moment = branches.Moment(graph, tensors) if captured.answers else None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import patches
 from .capture import FlatInputs
+from .capture.pairs import as_pairs
 from .capture.skeleton import skeleton
 from .chain import Graph
 from .state import Site, State
@@ -48,6 +49,13 @@ class ModuleCall(NamedTuple):
         twice: dict[int, Tensor] = {}  # a tensor that comes twice is one
         leaves = [twice.setdefault(id(t), t.view_as(t)) if t.requires_grad else first[i].clone() if i in first else t
                   for i, t in enumerate(self.flat.tensors)]  # fmt: skip
+        halves: dict[int, Tensor] = {}  # what the graph has been given of complex ones
+        for i in [graph.leaves[at] for at in graph.pairs if at < len(graph.leaves)]:
+            if i not in halves and leaves[i].requires_grad:
+                pair, same = as_pairs(leaves[i]), [k for k, t in enumerate(leaves) if t is leaves[i]]
+                halves.update(dict.fromkeys(same, pair))
+                for k in same:
+                    leaves[k] = torch.view_as_complex(pair)
         args, kwargs = self.fill([*leaves, *self.flat.scalars])
         holder = _Holder(state.body)
         before = {id(tensors[i]): t for i, t in clones.items()}
@@ -94,8 +102,8 @@ class ModuleCall(NamedTuple):
         for place, t in zip(places, found.values(), strict=True):
             outputs[place] = t
         given = [*leaves, *[torch.tensor(0, device="cpu")] * len(self.flat.scalars)]
-        aliases = [given[i] for i in graph.leaves] + [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
-        return outputs, aliases
+        own_ones = [alias.get(id(t), t) for t in tensors[len(graph.leaves) :]]
+        return outputs, [*[halves.get(i, given[i]) for i in graph.leaves], *own_ones]
 
 
 def _others(module: nn.Module, bound: Sequence[Any],

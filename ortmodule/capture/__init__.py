@@ -203,7 +203,7 @@ def capture(
     told = logging.getLogger("ortmodule").isEnabledFor(logging.INFO)
     shares = densities(program, exported, flatten_inputs(args, kwargs).tensors) if told else []
     ops_sequence.ctc_into_graph(program, exported)
-    complex_as_pairs(program)
+    complex_as_pairs(program, exported)
     keep_unknown_sizes(program, exported)
     asked = program.outputs[len(program.outputs) - len(exported.conditions) :]
     program.outputs = program.outputs[: len(program.outputs) - len(asked)]
@@ -557,7 +557,7 @@ def _conditions(program: Program, exported: Exported, flat: FlatInputs, dynamic:
                 called: dict[int, str]) -> Conditions:  # fmt: skip
     """As compiled expressions: the first is asked at every step. called: names of arguments."""
     n = len(flat.tensors)
-    held = {s.leaf: node.val for s, node in program.inputs if s.kind == "user"}
+    held = {s.leaf: node.val.select(-1, 0) if s.pairs else node.val for s, node in program.inputs if s.kind == "user"}
     fixed = [i for i in range(len(flat.scalars)) if not symbolic or isinstance(held.get(n + i, 0), int)]
     known: dict[str, Any] = {f"x{i}": flat.scalars[i] for i in fixed}
     terms = [f"type(c[{i}]) is {type(flat.scalars[i]).__name__} and c[{i}] == x{i}" for i in fixed]

@@ -3,8 +3,8 @@
 The engine has no complex tensors. One of a shape is here a tensor of reals with one more axis, (real, imaginary), as
 torch.view_as_real shows its memory: views move the other axes, a product p q is p (re(q), re(q)) + flip(p) (-im(q),
 im(q)), in which flip is a view; q is the smaller one, often a table. What complex tensors connect goes this way as a
-whole; where anything in it has no rule (spectra), it stays as it is, for regions.py to leave to PyTorch. A tensor of
-the module's own is given to the graph as such pairs (InputSpec.pairs).
+whole; where anything in it has no rule (spectra), it stays as it is, for regions.py to leave to PyTorch. Buffers,
+attributes and arguments are given to the graph as such pairs (InputSpec.pairs); none of them has a gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import torch_private as private
-from .export import Source
+from .export import Exported, Source
 from .program import COPY, INPUT, STOP, Node, Program
+from .results import tensor_of
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_OWN = ("buffer", "const_attr", "constant")  # kinds of tensors that may be given as pairs
+_GIVEN = ("user", "buffer", "const_attr", "constant")  # kinds of tensors that may be given as pairs
 aten = torch.ops.aten
 
 
@@ -33,7 +34,7 @@ def as_pairs(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj())
 
 
-def complex_as_pairs(program: Program) -> None:
+def complex_as_pairs(program: Program, exported: Exported) -> None:
     """Rewrites in `program` what can be; the nodes stay what others refer to."""
     held = {node: i for i, (_, node) in enumerate(program.inputs)}
     everywhere = [*held, *program.nodes]
@@ -47,7 +48,11 @@ def complex_as_pairs(program: Program) -> None:
         try:
             work = _Work()
             for n in group:
-                work.do(n, program.inputs[held[n]][0] if n in held else None)
+                if n in held:
+                    source = program.inputs[held[n]][0]
+                    work.take(n, source, tensor_of(exported, source))
+                else:
+                    work.do(n)
         except _No:
             continue
         for n, (target, args, val) in work.new.items():
@@ -95,16 +100,18 @@ class _Work:
         self.sources: dict[Node, Source] = {}
         self.n: Any = None
 
-    def do(self, n: Node, source: Source | None) -> None:
+    def take(self, n: Node, source: Source, t: Any) -> None:
+        """An input."""
         self.n = n
-        if source is not None:
-            t = source.tensor
-            if source.kind not in _OWN or t is None or t.requires_grad or t.is_conj() or n.val.dtype not in REAL:
-                raise _No
-            own = as_pairs(t) if source.kind == "constant" else t
-            self.sources[n] = Source(source.kind, source.target, source.leaf, own, pairs=source.kind != "constant")
-            self.new[n] = (INPUT, n.args, self.pair_val())
-            return
+        if source.kind not in _GIVEN or not isinstance(t, Tensor) or t.requires_grad or n.val.dtype not in REAL:
+            raise _No
+        constant = source.kind == "constant"
+        own = as_pairs(t) if constant else source.tensor
+        self.sources[n] = Source(source.kind, source.target, source.leaf, own, pairs=not constant)
+        self.new[n] = (INPUT, n.args, self.pair_val())
+
+    def do(self, n: Node) -> None:
+        self.n = n
         rule = _RULES.get(_name(n.target))
         if rule is None or isinstance(n.val, (list, tuple)) or (_is_complex(n.val) and n.val.dtype not in REAL):
             raise _No

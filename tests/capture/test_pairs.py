@@ -81,6 +81,62 @@ def test_rotary_embeddings(seeded: None, kept: str) -> None:
     assert report.node_share == 1 and report.n_captures == 2 and not report.eager, str(report)
 
 
+def test_a_table_that_is_an_argument(seeded: None) -> None:
+    """Blocks that are wrapped one by one are given it: contiguous, a piece, expanded, conjugated, of several lengths."""
+    eager = Block(16, 2).double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for t, table in ((5, frequencies(8, 32)), (9, frequencies(8, 32)[4:]), (9, frequencies(8, 16)), (7, frequencies(8, 40).conj()), (3, frequencies(8, 1).expand(16, 4)),
+                     (5, frequencies(8, 64)[::2])):  # fmt: skip
+        x = torch.randn(2, t, 16, dtype=torch.float64)
+        results = []
+        for m in (eager, ours):
+            own = x.clone().requires_grad_()
+            y = m(own, table)
+            y.square().sum().backward()
+            results.append([y, own.grad, *[p.grad for p in m.parameters()]])
+            m.zero_grad()
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+    report = ours.report()
+    assert report.node_share == 1 and not report.eager and report.n_captures <= 4, str(report)  # one where the table has one row, one where its strides differ
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return R(z(torch.tanh(self.body(x))) * a + b * a.conj())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_table_that_requires_a_gradient(seeded: None, again: bool) -> None:
+    """A leaf or computed, one for two arguments, and where the backward is differentiated."""
+    eager = Times().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    x, found = torch.randn(2, 5, 6, dtype=torch.float64), []
+    for m in (eager, ours):
+        grads: list[Tensor | None] = []
+        for twice in (False, True):
+            leaf = TABLE.clone().requires_grad_()
+            a = leaf if twice else leaf * 2
+            b = a if twice else leaf.exp()
+            loss = m(x, a, b).square().sum()
+            if again:
+                (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
+                loss = R(g).square().sum()
+            m.zero_grad()
+            loss.backward()
+            grads += [leaf.grad, *[p.grad for p in m.parameters()]]
+        found.append(grads)
+    for e, o in zip(*found, strict=True):
+        torch.testing.assert_close(o, e, rtol=1e-9, atol=1e-9)
+    assert not ours.report().eager and not ours.report().host
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x, TABLE, TABLE), eager(x, TABLE, TABLE), rtol=1e-10, atol=1e-10)
+
+
 def test_a_table_that_changes(seeded: None) -> None:
     """Edited in place, by way of .data, and replaced: the next call takes it as it is."""
     eager = Llama("buffer").double()
