@@ -651,7 +651,7 @@ def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tu
     total = c.reduce("ReduceSum", c.op2("Mul", d, d), axes, keep)
     if v.dtype == F32:  # torch sums in float64: beside a large mean, what that has lost by rounding counts
         lost = c.op2("Mul", c.reduce("ReduceSum", d, axes, keep), c.reduce("ReduceMean", d, axes, keep))
-        total = c.un("Relu", c.op2("Sub", total, lost))
+        total = c.op2("Max", c.op2("Sub", total, lost), c.scalar(0, v.dtype))
     count: Any = 1
     for a in axes:
         count = count * v.shape[a]
