@@ -4,7 +4,7 @@ The engine has no complex tensors. One of a shape is here a tensor of reals with
 torch.view_as_real shows its memory: views move the other axes, a product p q is p (re(q), re(q)) + flip(p) (-im(q),
 im(q)), in which flip is a view; q is the smaller one, often a table. What complex tensors connect goes this way as a
 whole; where anything in it has no rule (spectra), it stays as it is, for regions.py to leave to PyTorch. Buffers,
-attributes and arguments are given to the graph as such pairs (InputSpec.pairs); none of them has a gradient.
+attributes and arguments are given to the graph as such pairs (InputSpec.pairs); an argument may have a gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import torch_private as private
 from .export import Exported, Source
-from .program import COPY, INPUT, STOP, Node, Program
+from .program import COPY, INPUT, STOP, Node, Program, is_complex
 from .results import tensor_of
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -38,12 +38,12 @@ def complex_as_pairs(program: Program, exported: Exported) -> None:
     """Rewrites in `program` what can be; the nodes stay what others refer to."""
     held = {node: i for i, (_, node) in enumerate(program.inputs)}
     everywhere = [*held, *program.nodes]
-    if not any(_is_complex(n.val) for n in everywhere):
+    if not any(is_complex(n.val) for n in everywhere):
         return
     given = {n for n in program.outputs if isinstance(n, Node)} | {n for both in program.writes for n in both}
     given |= {n for n, _ in program.views.values()} | {*program.passthrough.values(), *program.item_of.values()}
     for group in _groups(everywhere):
-        if any(_is_complex(n.val) and n in given for n in group):
+        if any(is_complex(n.val) and n in given for n in group):
             continue
         try:
             work = _Work()
@@ -65,10 +65,6 @@ def complex_as_pairs(program: Program, exported: Exported) -> None:
         program.nodes = nodes
 
 
-def _is_complex(val: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.is_complex() for t in (val if isinstance(val, (list, tuple)) else (val,)))
-
-
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """What complex tensors connect, each in the order of the program."""
     of: dict[Node, Node] = {}
@@ -80,9 +76,9 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
 
     for n in nodes:
         for x in n.inputs():
-            if _is_complex(x.val):
+            if is_complex(x.val):
                 of[root(n)] = root(x)
-        if _is_complex(n.val):
+        if is_complex(n.val):
             root(n)
     found: dict[Node, list[Node]] = {}
     for n in nodes:
@@ -113,7 +109,7 @@ class _Work:
     def do(self, n: Node) -> None:
         self.n = n
         rule = _RULES.get(_name(n.target))
-        if rule is None or isinstance(n.val, (list, tuple)) or (_is_complex(n.val) and n.val.dtype not in REAL):
+        if rule is None or isinstance(n.val, (list, tuple)) or (is_complex(n.val) and n.val.dtype not in REAL):
             raise _No
         rule(self, n, *n.args)
 
@@ -123,7 +119,7 @@ class _Work:
         return self.new[x][2] if x in self.new else x.val
 
     def is_pair(self, x: Any) -> bool:
-        return isinstance(x, Node) and x in self.new and _is_complex(x.val)
+        return isinstance(x, Node) and x in self.new and is_complex(x.val)
 
     def rank(self, x: Node) -> int:
         """Of the complex tensor."""
@@ -148,8 +144,7 @@ class _Work:
     def part(self, x: Node, i: int) -> Node:
         """The real or imaginary part, with an axis of one."""
         v = self.val(x)
-        r = self.rank(x)
-        return self.make(aten.slice.Tensor, (x, r, i, i + 1), (*v.shape[:-1], 1), v.dtype)
+        return self.make(aten.slice.Tensor, (x, v.dim() - 1, i, i + 1), (*v.shape[:-1], 1), v.dtype)
 
     def like(self, target: Any, x: Node, *more: Any) -> Node:
         v = self.val(x)
@@ -227,7 +222,7 @@ def _mul(w: _Work, n: Node, a: Any, b: Any) -> None:
     if _elements(w.val(p)) < _elements(w.val(q)):  # the table is the smaller one
         p, q = q, p
     v, last = w.val(q), w.val(q).dim() - 1
-    re, im = [w.make(aten.slice.Tensor, (q, last, i, i + 1), (*v.shape[:-1], 1), v.dtype) for i in (0, 1)]
+    re, im = w.part(q, 0), w.part(q, 1)
     both = w.make(aten.cat.default, ([re, re], last), v.shape, v.dtype)
     signed = w.make(aten.cat.default, ([w.like(aten.neg.default, im), im], last), v.shape, v.dtype)
     shape, real = (*n.val.shape, 2), v.dtype
@@ -264,7 +259,8 @@ def _neg(w: _Work, n: Node, x: Node) -> None:
 
 @_rule("conj", "_conj", "conj_physical", "_conj_physical")
 def _conj(w: _Work, n: Node, x: Node) -> None:
-    w.become(aten.cat.default, [w.part(x, 0), w.like(aten.neg.default, w.part(x, 1))], w.rank(x))
+    rank = w.rank(x)
+    w.become(aten.cat.default, [w.part(x, 0), w.like(aten.neg.default, w.part(x, 1))], rank)
 
 
 @_rule("sum.dim_IntList", "mean.dim")

@@ -145,6 +145,10 @@ def is_float(val: Any) -> bool:
     return isinstance(val, Tensor) and (val.dtype.is_floating_point or val.dtype.is_complex)
 
 
+def is_complex(val: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.is_complex() for t in (val if isinstance(val, (list, tuple)) else (val,)))
+
+
 def name_of(target: Any) -> str:
     if isinstance(target, private.OpOverload):
         return target._schema.name.partition("::")[2]

@@ -26,7 +26,7 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from . import opaque
 from .export import Exported
-from .program import COPY, FILL, STOP, Node, Program, operand
+from .program import COPY, FILL, STOP, Node, Program, is_complex, operand
 
 _LARGE = 32 << 20  # bytes; from here on every malloc is a mapping of its own
 _RESULTS = 256  # of arithmetic on sizes, remembered
@@ -74,11 +74,7 @@ def _unknown(program: Program, n: Node, exported: Exported) -> set[Any]:
             found |= private.free_unbacked_symbols(i.val)
     for x in _numbers([*n.args, *n.kwargs.values()]):
         found |= {s for s in private.free_unbacked_symbols(x) if s not in program.item_of}
-    return found | {x for x in (n, *n.inputs()) if _complex(x.val)} if n.target is not opaque.HOST else found
-
-
-def _complex(val: Any) -> bool:
-    return any(isinstance(t, Tensor) and t.is_complex() for t in (val if isinstance(val, (list, tuple)) else (val,)))
+    return found | {x for x in (n, *n.inputs()) if is_complex(x.val)} if n.target is not opaque.HOST else found
 
 
 def _find(program: Program, exported: Exported) -> list[Node]:
@@ -127,7 +123,7 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
         if unknown and not _of_torch(n, exported):
             raise CaptureError(f"{n.target} of a size that depends on data", *n.src)
     for n in outputs:
-        if _complex(n.val):
+        if is_complex(n.val):
             raise CaptureError(f"{n.target}: a result of complex numbers is returned or stored", *n.src)
         if private.free_unbacked_symbols(n.val):
             what = "size" if private.free_unbacked_symbols(list(n.val.shape)) else "place in memory"
@@ -135,7 +131,7 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
     inputs = list(dict.fromkeys(i for n in region for i in n.inputs() if i not in inside))
     source_of = {node: source for source, node in program.inputs}
     constants: dict[Node, Tensor] = {}
-    for held in [i for i in inputs if _complex(i.val)]:
+    for held in [i for i in inputs if is_complex(i.val)]:
         source = source_of[held]
         if source.kind != "constant" or source.tensor is None:
             raise CaptureError(f"{source.target or 'an argument'} is a complex tensor", *src)
@@ -184,7 +180,7 @@ def _replace(program: Program, exported: Exported, region: list[Node]) -> None:
             " ".join(names[:3]) + " ..." * (len(names) > 3),
             call,
             _never,
-            "complex numbers" if any(_complex(n.val) for n in region) else "sizes that depend on data",
+            "complex numbers" if any(is_complex(n.val) for n in region) else "sizes that depend on data",
             module=src[0],
         )
     )
@@ -320,7 +316,7 @@ def _last_read(region: list[Node], kept: set[Node]) -> dict[Node, list[Node]]:
 
 def _function(n: Node) -> Any:
     """What computes a node; PyTorch does not differentiate all operators for complex numbers."""
-    return partial(_scattered, _SCATTERS[n.target]) if n.target in _SCATTERS and _complex(n.val) else n.target
+    return partial(_scattered, _SCATTERS[n.target]) if n.target in _SCATTERS and is_complex(n.val) else n.target
 
 
 def _made_known(val: Any) -> list[tuple[int, int, Any]]:
