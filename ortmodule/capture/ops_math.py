@@ -1,17 +1,15 @@
-"""Rows of the operator table that compute: pointwise operations, comparisons, reductions, products."""
+"""Rows of the operator table that compute element by element: arithmetic, functions, comparisons, truth."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .convert import _LOW, BOOL, F32, I64, Converter, NotHere, broadcast, holds, row, wide_of
+from .convert import _LOW, BOOL, F32, Converter, NotHere, broadcast, row, wide_of
 from .elementwise import PLAIN
-from .onnx_build import Val, expr_of, shape_of
-from .ops_shape import diagonal_of, numel
+from .onnx_build import Val, shape_of
 from .program import Node
 
 
@@ -215,7 +213,7 @@ def fmax(c: Converter, n: Node, x: Node, y: Node) -> Val:
     if a.dtype == BOOL:
         raise NotHere("fmax and fmin of booleans")
     first = c.compare("GreaterOrEqual" if n.target._schema.name == "aten::fmax" else "LessOrEqual", a, b)
-    return c.where(c.op2("Or", first, _test(c, "IsNaN", b), BOOL) if a.dtype.is_floating_point else first, a, b)
+    return c.where(c.op2("Or", first, test(c, "IsNaN", b), BOOL) if a.dtype.is_floating_point else first, a, b)
 
 
 # --- one operand ----------------------------------------------------------------------------------
@@ -489,23 +487,23 @@ def bitwise_not(c: Converter, n: Node, x: Node) -> Val:
     return c.un("Not", v) if v.dtype == BOOL else c.un("BitwiseNot", v)
 
 
-def _test(c: Converter, op: str, v: Val) -> Val:
+def test(c: Converter, op: str, v: Val) -> Val:
     return c.b.op(op, [v], BOOL, v.shape) if v.dtype.is_floating_point else c.fill(False, BOOL, v.shape)
 
 
 @row("isnan")
 def isnan(c: Converter, n: Node, x: Node) -> Val:
-    return _test(c, "IsNaN", c.v(x))
+    return test(c, "IsNaN", c.v(x))
 
 
 @row("isinf")
 def isinf(c: Converter, n: Node, x: Node) -> Val:
-    return _test(c, "IsInf", c.v(x))
+    return test(c, "IsInf", c.v(x))
 
 
 @row("isfinite")
 def isfinite(c: Converter, n: Node, x: Node) -> Val:
-    return c.un("Not", c.op2("Or", _test(c, "IsNaN", c.v(x)), _test(c, "IsInf", c.v(x))))
+    return c.un("Not", c.op2("Or", test(c, "IsNaN", c.v(x)), test(c, "IsInf", c.v(x))))
 
 
 @row("nan_to_num")
@@ -514,7 +512,7 @@ def nan_to_num(c: Converter, n: Node, x: Node, nan: Any, pos: Any, neg: Any) -> 
     if not v.dtype.is_floating_point:
         return v
     big = torch.finfo(v.dtype)
-    out = c.where(_test(c, "IsNaN", v), c.scalar(nan or 0.0, v.dtype), v)
+    out = c.where(test(c, "IsNaN", v), c.scalar(nan or 0.0, v.dtype), v)
     inf = c.scalar(math.inf, v.dtype)
     out = c.where(c.compare("Equal", v, inf), c.scalar(big.max if pos is None else pos, v.dtype), out)
     return c.where(
@@ -530,346 +528,3 @@ def where(c: Converter, n: Node, cond: Node, x: Any, y: Any) -> Val:
 @row("masked_fill.Scalar", "masked_fill.Tensor")
 def masked_fill(c: Converter, n: Node, x: Node, mask: Node, value: Any) -> Val:
     return c.where(c.num(mask, BOOL), c.num(value, n.val.dtype), c.num(x, n.val.dtype))
-
-
-# --- reductions -----------------------------------------------------------------------------------
-
-
-def _axes(dim: Any) -> list[int] | None:
-    return None if dim is None or dim == [] else list(dim) if isinstance(dim, (list, tuple)) else [dim]
-
-
-@row("sum", "sum.dim_IntList")
-def sum_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dtype: Any = None) -> Val:
-    if n.target._overloadname in ("", "default"):
-        dim, keep = None, False
-    return c.reduce("ReduceSum", c.num(x, n.val.dtype), _axes(dim), bool(keep))
-
-
-@row("mean", "mean.dim")
-def mean(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dtype: Any = None) -> Val:
-    if n.target._overloadname in ("", "default"):
-        dim, keep = None, False
-    return c.reduce("ReduceMean", c.num(x, n.val.dtype), _axes(dim), bool(keep))
-
-
-@row("prod", "prod.dim_int")
-def prod(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False, dtype: Any = None) -> Val:
-    if n.target._overloadname in ("", "default"):
-        dim, keep = None, False
-    return c.reduce("ReduceProd", c.num(x, n.val.dtype), _axes(dim), bool(keep))
-
-
-def _some(x: Node, axes: list[int] | None) -> None:
-    """PyTorch raises where an extremum is taken of nothing."""
-    sizes = x.val.shape
-    if any(holds(sizes[a] == 0) for a in (range(len(sizes)) if axes is None else axes if len(sizes) else ())):
-        raise NotHere("an extremum of nothing, where PyTorch may raise")
-
-
-@row("amax", "amin")
-def amax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
-    _some(x, _axes(dim))
-    return c.reduce("ReduceMax" if "amax" in str(n.target) else "ReduceMin", c.v(x), _axes(dim), keep)
-
-
-@row("max", "min")
-def max_all(c: Converter, n: Node, x: Node) -> Val:
-    """Where amax gives every element a gradient of NaN when one is NaN, all that are NaN share it here."""
-    v = c.v(x)
-    _some(x, None)
-    y = c.reduce("ReduceMax" if n.target._schema.name == "aten::max" else "ReduceMin", v, None, False)
-    if not v.dtype.is_floating_point or not n.grad or not c.exported.grad_mode:
-        return y
-    wide = wide_of(v.dtype)
-    hit = c.op2("Or", c.compare("Equal", c.stop(v), c.stop(y)), _test(c, "IsNaN", c.stop(v)), BOOL)
-    total = c.reduce("ReduceSum", c.cast(c.where(hit, v, c.scalar(0, v.dtype)), wide), None, False)
-    share = c.cast(c.op2("Div", total, c.reduce("ReduceSum", c.cast(hit, wide), None, False)), v.dtype)
-    return c.b.op("StraightThrough", [c.stop(y), share], v.dtype, (), "ortmodule")
-
-
-@row("max.dim", "min.dim")
-def max_dim(c: Converter, n: Node, x: Node, dim: int, keep: bool) -> list[Val]:
-    """Values are gathered at the index found: the whole gradient goes to that element."""
-    v = c.v(x)
-    _some(x, [dim])
-    if v.rank == 0:
-        return [v, c.b.constant(0, I64)]
-    dim %= v.rank
-    shape = tuple(1 if i == dim else d for i, d in enumerate(v.shape))
-    op = "ArgMax" if n.target._schema.name == "aten::max" else "ArgMin"
-    where = c.b.op(op, [v], I64, shape, axis=dim, keepdims=1)
-    values = c.b.op("GatherElements", [v, where], v.dtype, shape, axis=dim)
-    return [values, where] if keep else [c.squeeze(values, [dim]), c.squeeze(where, [dim])]
-
-
-@row("argmax", "argmin")
-def argmax(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
-    v = c.v(x)
-    _some(x, _axes(dim))
-    if dim is None or v.rank == 0:
-        v, dim, keep = c.reshape(v, (numel(v.shape),)), 0, False
-    return c.b.op(
-        "ArgMax" if "argmax" in str(n.target) else "ArgMin",
-        [v],
-        I64,
-        shape_of(n.val),
-        axis=dim % v.rank,
-        keepdims=int(keep),
-    )
-
-
-@row("any", "any.dim", "any.dims", "all", "all.dim", "all.dims", "_is_all_true", "_is_any_true")
-def any_(c: Converter, n: Node, x: Node, dim: Any = None, keep: Any = False) -> Val:
-    if n.val.dtype != BOOL:
-        raise NotHere("any/all on bytes")
-    v = c.cast(c.num(x, BOOL), I64)
-    found = n.target._schema.name in ("aten::any", "aten::_is_any_true")
-    out = c.reduce("ReduceMax" if found else "ReduceMin", v, _axes(dim), bool(keep))
-    # the maximum of nothing is the lowest integer, not False
-    if found and not all(isinstance(d, int) and d > 0 for d in v.shape):
-        out = c.op2("Max", out, c.b.constant(0, I64))
-    return c.cast(out, BOOL)
-
-
-@row("cumsum")
-def cumsum(c: Converter, n: Node, x: Node, dim: int, *_: Any) -> Val:
-    v = c.num(x, n.val.dtype)
-    return v if v.rank == 0 else c.b.op("CumSum", [v, c.b.constant(dim % v.rank, I64)], v.dtype, v.shape)
-
-
-@row("logsumexp")
-def logsumexp(c: Converter, n: Node, x: Node, dim: Any, keep: bool) -> Val:
-    return c.reduce("ReduceLogSumExp", c.num(x, n.val.dtype), _axes(dim), keep)
-
-
-def _variance(c: Converter, v: Val, dim: Any, correction: Any, keep: bool) -> tuple[Val, Val]:
-    axes = _axes(dim)
-    axes = list(range(v.rank)) if axes is None else [a % v.rank for a in axes]
-    mean = c.reduce("ReduceMean", v, axes, True)
-    d = c.op2("Sub", v, mean)
-    total = c.reduce("ReduceSum", c.op2("Mul", d, d), axes, keep)
-    if v.dtype == F32:  # torch sums in float64: beside a large mean, what that has lost by rounding counts
-        lost = c.op2("Mul", c.reduce("ReduceSum", d, axes, keep), c.reduce("ReduceMean", d, axes, keep))
-        total = c.op2("Max", c.op2("Sub", total, lost), c.scalar(0, v.dtype))
-    count: Any = 1
-    for a in axes:
-        count = count * v.shape[a]
-    count = expr_of(count)
-    correction = 1 if correction is None else correction
-    if isinstance(count, int):
-        if count < correction or count == correction != 1:  # its gradient divides by another number than it does
-            raise NotHere("a variance of fewer elements than its correction")
-        divisor = c.b.constant(count - correction, v.dtype)
-    else:
-        if correction > 1:
-            raise NotHere("a variance of perhaps fewer elements than its correction")
-        divisor = c.op2("Max", c.cast(c.symbolic(count - correction), v.dtype), c.scalar(0, v.dtype))
-    return c.op2("Div", total, divisor), mean if keep else c.squeeze(mean, axes)
-
-
-@row(
-    "var.dim",
-    "var.correction",
-    "var",
-    "std.dim",
-    "std.correction",
-    "std",
-    "var_mean.correction",
-    "std_mean.correction",
-    "var_mean.dim",
-    "std_mean.dim",
-    "var_mean",
-    "std_mean",
-)
-def var(c: Converter, n: Node, x: Node, *args: Any) -> Any:
-    over, name = n.target._overloadname, n.target._schema.name
-    if over in ("", "default"):
-        dim, correction, keep = None, int(args[0] if args else True), False
-    elif over == "dim":
-        dim, correction, keep = args[0], int(args[1]), args[2]
-    else:
-        dim, correction, keep = args[0], args[1], args[2]
-    dtype = (n.val if isinstance(n.val, torch.Tensor) else n.val[0]).dtype
-    v, m = _variance(c, c.num(x, wide_of(dtype)), dim, correction, bool(keep))
-    if "std" in name:  # where nothing varies the gradient is 0, not that of a root at 0
-        zero = c.compare("Equal", v, c.scalar(0, v.dtype))
-        v = c.where(zero, c.scalar(0, v.dtype), c.un("Sqrt", c.where(zero, c.scalar(1, v.dtype), v)))
-    v, m = c.cast(v, dtype), c.cast(m, dtype)
-    return [v, m] if name.endswith("_mean") else v
-
-
-@row("linalg_vector_norm")
-def vector_norm(c: Converter, n: Node, x: Node, order: Any, dim: Any, keep: bool, *_: Any) -> Val:
-    v = c.num(x, n.val.dtype)
-    op = {1: "ReduceL1", 2: "ReduceL2"}.get(order)
-    if op is None:
-        raise NotHere(f"vector norm of order {order}")
-    return c.reduce(op, v, _axes(dim), keep)
-
-
-@row("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")
-def norm(c: Converter, n: Node, x: Node, order: Any, dim: Any = None, keep: Any = False, *_: Any) -> Val:
-    if order not in (1, 2, None):
-        raise NotHere(f"norm of order {order}")
-    return c.reduce("ReduceL1" if order == 1 else "ReduceL2", c.num(x, n.val.dtype), _axes(dim), bool(keep))
-
-
-# --- products -------------------------------------------------------------------------------------
-
-
-def product(c: Converter, a: Val, b: Val) -> Val:
-    """torch.matmul: vectors are promoted to matrices and demoted again."""
-    one_a, one_b = a.rank == 1, b.rank == 1
-    a = c.unsqueeze(a, [0]) if one_a else a
-    b = c.unsqueeze(b, [1]) if one_b else b
-    y = c.matmul(a, b)
-    return c.squeeze(y, [y.rank - 2] * one_a + [y.rank - 1] * one_b)
-
-
-@row("mm", "bmm", "matmul", "mv", "dot", "vdot")
-def matmul(c: Converter, n: Node, a: Node, b: Node) -> Val:
-    return product(c, c.num(a, n.val.dtype), c.num(b, n.val.dtype))
-
-
-@row("linear")
-def linear(c: Converter, n: Node, x: Node, w: Node, b: Node | None) -> Val:
-    dtype = n.val.dtype
-    weight = c.num(w, dtype)
-    y = product(c, c.num(x, dtype), c.swap(weight, 0, 1) if weight.rank == 2 else weight)
-    return y if b is None else c.op2("Add", y, c.num(b, dtype))
-
-
-@row("addmm", "baddbmm", "addmv", "addbmm")
-def addmm(c: Converter, n: Node, x: Node, a: Node, b: Node, beta: Any, alpha: Any) -> Val:
-    """beta = 0: x is not read, but its gradient is 0 times what arrives."""
-    dtype = n.val.dtype
-    if n.target._schema.name == "aten::addbmm":
-        raise NotHere("sum of batched products")
-    y = product(c, c.num(a, dtype), c.num(b, dtype))
-    wide = dtype if alpha == 1 and beta in (0, 1) else wide_of(dtype)
-    y = y if alpha == 1 else c.op2("Mul", c.cast(y, wide), c.scalar(alpha, wide))
-    bias = c.num(x, wide)
-    if beta == 0 and dtype.is_floating_point:
-        none = c.op2("Add", c.op2("Mul", bias, c.scalar(0, wide)), y)
-        return c.cast(c.b.op("StraightThrough", [y, none], wide, y.shape, "ortmodule"), dtype)
-    if beta == 0:
-        return y
-    bias = bias if beta == 1 else c.op2("Mul", bias, c.scalar(beta, wide))
-    return c.cast(c.op2("Add", bias, c.cast(y, wide)), dtype)
-
-
-@row("outer")
-def outer(c: Converter, n: Node, a: Node, b: Node) -> Val:
-    dtype = n.val.dtype
-    return c.op2("Mul", c.unsqueeze(c.num(a, dtype), [1]), c.unsqueeze(c.num(b, dtype), [0]))
-
-
-def _contract(c: Converter, a: Val, la: str, b: Val, lb: str, out: str) -> Val:
-    """Two operands, every label once per operand: transpose, flatten to (batch, rows, sum) x (batch, sum, cols),
-    multiply, restore."""
-    size = dict(zip(lb, b.shape, strict=True)) | {
-        s: d for s, d in zip(la, a.shape, strict=True) if d != 1 or s not in lb
-    }
-    both = [s for s in la if s in lb]
-    a = c.expand(a, tuple(size[s] if s in both else d for s, d in zip(la, a.shape, strict=True)))
-    b = c.expand(b, tuple(size[s] if s in both else d for s, d in zip(lb, b.shape, strict=True)))
-    a, la = _sum_out(c, a, la, lb + out)
-    b, lb = _sum_out(c, b, lb, la + out)
-    batch = [s for s in la if s in lb and s in out]
-    summed = [s for s in la if s in lb and s not in out]
-    rows, cols = [s for s in la if s not in lb], [s for s in lb if s not in la]
-
-    def shape(labels: Sequence[str]) -> tuple[Any, ...]:
-        return tuple(size[s] for s in labels)
-
-    a = c.transpose(a, [la.index(s) for s in [*batch, *rows, *summed]])
-    b = c.transpose(b, [lb.index(s) for s in [*batch, *summed, *cols]])
-    y = c.matmul(
-        c.reshape(a, (*shape(batch), numel(shape(rows)), numel(shape(summed)))),
-        c.reshape(b, (*shape(batch), numel(shape(summed)), numel(shape(cols)))),
-    )
-    order = [*batch, *rows, *cols]
-    y = c.reshape(y, shape(order))
-    return c.transpose(y, [order.index(s) for s in out])
-
-
-def _sum_out(c: Converter, v: Val, labels: str, kept: str) -> tuple[Val, str]:
-    """Sums over the labels that nothing else has."""
-    gone = [s for s in labels if s not in kept]
-    if gone:
-        v = c.reduce("ReduceSum", v, [labels.index(s) for s in gone], False)
-    return v, "".join(s for s in labels if s not in gone)
-
-
-@row("einsum")
-def einsum(c: Converter, n: Node, equation: str, operands: Sequence[Node], *_path: Any) -> Val:
-    """From left to right, two operands at a time. Dots become labels of their own, aligned at the right; a label twice
-    in one operand is its diagonal."""
-    dtype = n.val.dtype
-    left, arrow, out = equation.replace(" ", "").partition("->")
-    values = [c.num(x, dtype) for x in operands]
-    terms = left.split(",")
-    dots = [v.rank - len(t.replace("...", "")) if "..." in t else 0 for v, t in zip(values, terms, strict=True)]
-    free = [s for s in map(chr, range(0x3B1, 0x3CA))][: max(dots)]  # Greek letters: no one else's labels
-    terms = [t.replace("...", "".join(free[len(free) - k :])) for t, k in zip(terms, dots, strict=True)]
-    if not arrow:
-        every = "".join(terms)
-        out = "..." * any(dots) + "".join(sorted(s for s in set(every) if every.count(s) == 1 and s not in free))
-    out = out.replace("...", "".join(free))
-    for i, t in enumerate(terms):
-        for s in sorted(set(t)):
-            while t.count(s) > 1:
-                first, second = t.index(s), t.rindex(s)
-                values[i] = diagonal_of(c, values[i], 0, first, second, values[i].shape[first])
-                t = t.replace(s, "", t.count(s)) if t.count(s) == 2 else t[:second] + t[second + 1 :].replace(s, "", 1)
-                t += s
-        terms[i] = t
-    v, labels = values[0], terms[0]
-    for i in range(1, len(values)):
-        later = out + "".join(terms[i + 1 :])
-        kept = "".join(dict.fromkeys(s for s in labels + terms[i] if s in later))
-        v, labels = _contract(c, v, labels, values[i], terms[i], kept), kept
-    v, labels = _sum_out(c, v, labels, out)
-    return c.transpose(v, [labels.index(s) for s in out])
-
-
-@row("bilinear")
-def bilinear(c: Converter, n: Node, x: Node, y: Node, w: Node, b: Node | None) -> Val:
-    dtype, out = n.val.dtype, shape_of(n.val)
-    weight = c.num(w, dtype)
-    rows = numel(out[:-1])
-    left, right = (c.reshape(c.num(z, dtype), (rows, weight.shape[i])) for i, z in ((1, x), (2, y)))
-    half = _contract(c, left, "ni", weight, "kij", "nkj")
-    v = c.reshape(_contract(c, half, "nkj", right, "nj", "nk"), out)
-    return v if b is None else c.op2("Add", v, c.num(b, dtype))
-
-
-@row("linalg_cross", "cross")
-def cross(c: Converter, n: Node, x: Node, y: Node, dim: int | None) -> Val:
-    dtype, out = n.val.dtype, shape_of(n.val)
-    a, b = (c.expand(c.num(z, dtype), out) for z in (x, y))
-    if dim is None:  # of torch.cross without one: the first of size 3
-        dim = next(i for i, size in enumerate(a.shape) if size == 3)
-    dim %= len(out)
-
-    def turned(v: Val, by: int) -> Val:
-        first, rest = c.slice(v, dim, 0, by, 1, by), c.slice(v, dim, by, 3, 1, 3 - by)
-        return c.concat([rest, first], dim)
-
-    return c.op2("Sub", c.op2("Mul", turned(a, 1), turned(b, 2)), c.op2("Mul", turned(a, 2), turned(b, 1)))
-
-
-@row("cosine_similarity")
-def cosine_similarity(c: Converter, n: Node, x: Node, y: Node, dim: int, eps: float) -> Val:
-    """The norms are clamped behind autograd's back, as torch does it."""
-    dtype = n.val.dtype
-
-    def unit(z: Node) -> Val:
-        v = c.expand(c.num(z, dtype), broadcast(c.v(x).shape, c.v(y).shape))
-        norm = c.reduce("ReduceL2", v, [dim], True)
-        low = c.scalar(eps, dtype)
-        clamped = c.where(c.compare("Less", norm, low), low, norm)
-        return c.op2("Div", v, c.b.op("StraightThrough", [clamped, norm], dtype, norm.shape, "ortmodule"))
-
-    return c.reduce("ReduceSum", c.op2("Mul", unit(x), unit(y)), [dim], False)
