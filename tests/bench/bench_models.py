@@ -4,6 +4,7 @@
     make bench BENCH=all                          # every model, fp32 and bf16, beside eager and torch.compile; an hour
     python tests/bench/bench_models.py gpt2-124m  # one
     python tests/bench/bench_models.py --list
+    python tests/bench/bench_models.py bert-narrow g-small --busy 2   # while two other processes compute
 
 A step is forward + loss + backward + AdamW(fused). First step and step memory come from a child process per arm: peak
 resident set above the process before its first step, minus 12 bytes per trained parameter (gradient and two moments,
@@ -22,7 +23,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +103,8 @@ CASES: dict[str, Case] = {
     "gpt2-124m-t1024": Case(_gpt2(), _lm(50257, 1, 1024), 2.2, 1.0, "causal, long", half=2.5),
     "bert-base": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128), 1.45, 0.75, half=2.0),
     "bert-base-padded": Case(_hf("BertForMaskedLM", "BertConfig"), _lm(30522, 4, 128, mask=True), 1.45, 1.0, half=2.0),
+    "bert-narrow": Case(_hf("BertForMaskedLM", "BertConfig", vocab_size=1000, hidden_size=128, num_attention_heads=4, intermediate_size=512),
+                        _lm(1000, 2, 40), 0.98, 1.0, "small, many layers"),
     "t5-small": Case(_hf("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0), _t5_batch, 1.45, half=2.0),
     "llama-60m": Case(_hf("LlamaForCausalLM", "LlamaConfig", vocab_size=8000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
                           num_attention_heads=8, num_key_value_heads=4), _lm(8000, 4, 256), 1.15, half=1.5),
@@ -204,7 +208,19 @@ def median(xs: list[float]) -> float:
     return sorted(xs)[len(xs) // 2]
 
 
-def bench(name: str, arms: list[str], steps: int, bf16: bool, memory: bool) -> list[dict[str, str]]:
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many processes that do nothing but compute."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for p in busy:
+            p.kill()
+            p.wait()
+
+
+def bench(name: str, arms: list[str], steps: int, bf16: bool, memory: bool, busy: int = 0) -> list[dict[str, str]]:
     case = CASES[name]
     steppers, first = {}, {}
     for a in arms:
@@ -219,20 +235,22 @@ def bench(name: str, arms: list[str], steps: int, bf16: bool, memory: bool) -> l
             print(f"{name:18s} compile cannot run it: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", flush=True)
     arms = list(steppers)
     times: dict[str, list[float]] = {a: [] for a in arms}
-    for i in range(steps):
-        for a in arms if i % 2 else arms[::-1]:
-            times[a].append(steppers[a]())
+    with neighbours(busy):
+        for i in range(steps):
+            for a in arms if i % 2 else arms[::-1]:
+                times[a].append(steppers[a]())
     rows = []
+    title = f"{name} beside {busy}" if busy else name
     facts = machine()
     side = {a: run_child(a, name, bf16) for a in arms} if memory else {}
     for a in arms:
         ratio = median([e / o for e, o in zip(times["eager"], times[a])])
-        row = {**facts, "model": name, "dtype": "bf16" if bf16 else "fp32", "arm": a, "step_s": f"{median(times[a]):.4f}", "x_eager": f"{ratio:.3f}",
+        row = {**facts, "model": title, "dtype": "bf16" if bf16 else "fp32", "arm": a, "step_s": f"{median(times[a]):.4f}", "x_eager": f"{ratio:.3f}",
                "first_s": f"{side.get(a, {}).get('first_s', first[a]):.2f}", "step_mib": f"{side[a]['step_mib']:.0f}" if a in side else "",
                "x_memory": f"{side[a]['step_mib'] / side['eager']['step_mib']:.2f}" if a in side else "",
                "loss": f"{steppers[a].loss:.5f}"}
         rows.append(row)
-        print(f"{name:18s} {row['dtype']} {a:10s} step {float(row['step_s']) * 1e3:8.1f} ms  {ratio:5.2f}x eager   first {row['first_s']:>6s} s   "
+        print(f"{title:18s} {row['dtype']} {a:10s} step {float(row['step_s']) * 1e3:8.1f} ms  {ratio:5.2f}x eager   first {row['first_s']:>6s} s   "
               f"step memory {row['step_mib']:>5s} MiB ({row['x_memory'] or '-'}x)   loss {row['loss']}", flush=True)
         if a == "ortmodule":
             print("\n".join(f"    {line}" for line in [verdict(case, row), *dearest(steppers[a])]), flush=True)
@@ -267,6 +285,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=7, help="timed steps of each arm, interleaved")
     p.add_argument("--bf16", action="store_true", help="under torch.autocast(bfloat16)")
     p.add_argument("--fp32", action="store_true", help="as it is (default); with --bf16: both")
+    p.add_argument("--busy", type=int, default=0, metavar="N", help="take the times while N other processes compute")
     p.add_argument("--no-memory", action="store_true", help="skip the child processes")
     p.add_argument("--no-history", action="store_true", help="do not append to history.csv")
     p.add_argument("--list", action="store_true")
@@ -287,7 +306,7 @@ def main() -> None:
     types = [bf16 for bf16, asked in ((False, a.fp32 or not a.bf16), (True, a.bf16)) if asked or (every and a.fp32 == a.bf16)]
     path = HERE / "history.csv"
     for n, bf16 in ((n, bf16) for n in names for bf16 in types):
-        rows = bench(n, arms, a.steps, bf16, not a.no_memory)
+        rows = bench(n, arms, a.steps, bf16, not a.no_memory, a.busy)
         if not a.no_history:
             new = not path.exists()
             with open(path, "a", newline="") as f:
