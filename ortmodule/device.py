@@ -233,6 +233,11 @@ def save_for_device(
             continue
         t = tensor_of(state.module, spec)
         values[spec.name] = _bytes(as_pairs(t) if spec.pairs else t)
+        if spec.pairs and t.requires_grad:
+            raise ValueError(
+                f"save_for_device: parameter {spec.target} is complex, and a device trains real ones: keep its parts "
+                "as a real parameter of one more axis, and let forward read torch.view_as_complex of it"
+            )
         if spec.kind == "param" and t.requires_grad:
             trained[spec.name] = t
         elif spec.kind == "param":

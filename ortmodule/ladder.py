@@ -219,7 +219,9 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
     tensors = [given[i] for i in graph.leaves]
     wanted = tuple([t.requires_grad for t in tensors]) + site.wanted_bound
     tensors += site.bound
+    whole: dict[int, Tensor] = {}
     if graph.pairs:
+        whole = {i: tensors[i] for i in graph.pairs if i >= len(graph.leaves)}
         made = {id(tensors[i]): as_pairs(tensors[i]) for i in graph.pairs}  # one that comes twice is one
         tensors = [made.get(id(t), t) for t in tensors]
     if isinstance(graph, cuts.CutGraph):
@@ -232,7 +234,7 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
             if site.fill is None:
                 site.fill = input_skeleton(args, kwargs)[0]
             here = flat._replace(tensors=given[: len(flat.tensors)]) if captured.elsewhere else flat
-            return site.store(graph.train(tensors, wanted, ModuleCall(state, site, here, site.fill), env[2]))
+            return site.store(graph.train(tensors, wanted, ModuleCall(state, site, here, site.fill, whole), env[2]))
         except BaseException:
             put_back(before)
             raise

@@ -17,19 +17,22 @@ from .state import Site, State
 
 
 class ModuleCall(NamedTuple):
-    """One call, so that PyTorch can repeat it (chain.Call)."""
+    """One call, so that PyTorch can repeat it (chain.Call). whole: of bound tensors that the graph takes as pairs of
+    reals, the complex ones, by input."""
 
     state: State
     site: Site
     flat: FlatInputs
     fill: Callable[[list[Any]], Any]
+    whole: dict[int, Tensor]
 
     def replay(self, tensors: Sequence[Tensor], clones: dict[int, Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
         """Runs the call in PyTorch on aliases of what is no leaf, so that gradients can be taken for this use of the
         tensors alone."""
         graph = self.site.captured.graph if self.site.captured is not None else None
         assert isinstance(graph, Graph)
-        others = _others(self.state.module, graph.bound, tensors[len(graph.leaves) :])
+        bound = [self.whole.get(i, t) for i, t in enumerate(tensors)][len(graph.leaves) :]
+        others = _others(self.state.module, graph.bound, bound)
         now = [(own, name, own[name]) for own, name, _ in others]
         try:
             put_back(others)
@@ -61,10 +64,13 @@ class ModuleCall(NamedTuple):
         before = {id(tensors[i]): t for i, t in clones.items()}
         own: dict[str, Tensor] = {}
         alias: dict[int, Tensor] = {}
+        whole = {id(t): torch.view_as_complex(tensors[i]) for i, t in self.whole.items() if t.requires_grad}
         # a module under two names comes once, a tensor in two modules twice
         for prefix, m in state.module.named_modules(prefix="m"):
             for name, p in m._parameters.items():
-                if p is not None and p.is_leaf:  # forward may ask what it is, and know it by other names
+                if id(p) in whole:
+                    own[f"{prefix}.{name}"] = whole[id(p)]
+                elif p is not None and p.is_leaf:  # forward may ask what it is, and know it by other names
                     alias[id(p)] = p
                 elif p is not None:
                     own[f"{prefix}.{name}"] = alias.setdefault(id(p), p.view_as(p))
@@ -116,9 +122,8 @@ def _others(module: nn.Module, bound: Sequence[Any],
         m = modules.get(owner)
         for own in () if m is None else (m._parameters, m._buffers):
             now = own.get(name)
-            if now is None or now is t or (spec.pairs and now.data_ptr() == t.data_ptr()):
-                continue
-            found.append((own, name, torch.view_as_complex(t) if spec.pairs else t))
+            if now is not None and now is not t:
+                found.append((own, name, t))
     return found
 
 

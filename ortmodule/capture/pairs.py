@@ -3,13 +3,15 @@
 The engine has no complex tensors. One of a shape is here a tensor of reals with one more axis, (real, imaginary), as
 torch.view_as_real shows its memory: views move the other axes, a product p q is p (re(q), re(q)) + flip(p) (-im(q),
 im(q)), in which flip is a view; q is the smaller one, often a table. What complex tensors connect goes this way as a
-whole; where anything in it has no rule (spectra), it stays as it is, for regions.py to leave to PyTorch. Buffers,
-attributes and arguments are given to the graph as such pairs (InputSpec.pairs); an argument may have a gradient.
+whole; where anything in it has no rule (spectra), it stays as it is, for regions.py to leave to PyTorch. Parameters,
+buffers, attributes and arguments are given to the graph as such pairs either way (InputSpec.pairs); parameters and
+arguments may have a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from .program import COPY, INPUT, STOP, Node, Program, is_complex
 from .results import tensor_of
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_GIVEN = ("user", "buffer", "const_attr", "constant")  # kinds of tensors that may be given as pairs
+_GIVEN = ("user", "param", "buffer", "const_attr")  # kinds of tensors that may be given as pairs
 aten = torch.ops.aten
 
 
@@ -54,6 +56,8 @@ def complex_as_pairs(program: Program, exported: Exported) -> None:
                 else:
                     work.do(n)
         except _No:
+            for n in (n for n in group if n in held and n not in given):
+                _read_as_complex(program, exported, held[n])
             continue
         for n, (target, args, val) in work.new.items():
             n.target, n.args, n.kwargs, n.val, n.autocast = target, args, {}, val, ()
@@ -63,6 +67,26 @@ def complex_as_pairs(program: Program, exported: Exported) -> None:
         for n in program.nodes:
             nodes += [*work.before.get(n, ()), n]
         program.nodes = nodes
+
+
+def _may_be_given(source: Source, t: Any, dtype: torch.dtype) -> bool:
+    graded = source.kind == "param"  # and of an argument autograd knows more
+    return source.kind in _GIVEN and isinstance(t, Tensor) and (graded or not t.requires_grad) and dtype in REAL
+
+
+def _read_as_complex(program: Program, exported: Exported, at: int) -> None:
+    """Input number `at` is given as pairs, for what PyTorch computes with it as a complex tensor."""
+    source, n = program.inputs[at]
+    if not _may_be_given(source, tensor_of(exported, source), n.val.dtype):
+        return
+    pair = Node(INPUT, n.args, {}, _pair_val(n.val), n.src, n.grad)
+    program.inputs[at] = (replace(source, pairs=True), pair)
+    n.target, n.args = aten.view_as_complex.default, (pair,)
+    program.nodes.insert(0, n)
+
+
+def _pair_val(v: Any) -> Any:
+    return v.new_empty((*v.shape, 2), dtype=REAL[v.dtype])
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -99,12 +123,13 @@ class _Work:
     def take(self, n: Node, source: Source, t: Any) -> None:
         """An input."""
         self.n = n
-        if source.kind not in _GIVEN or not isinstance(t, Tensor) or t.requires_grad or n.val.dtype not in REAL:
+        if source.kind == "constant" and isinstance(t, Tensor) and n.val.dtype in REAL:
+            self.sources[n] = replace(source, tensor=as_pairs(t))
+        elif _may_be_given(source, t, n.val.dtype):
+            self.sources[n] = replace(source, pairs=True)
+        else:
             raise _No
-        constant = source.kind == "constant"
-        own = as_pairs(t) if constant else source.tensor
-        self.sources[n] = Source(source.kind, source.target, source.leaf, own, pairs=not constant)
-        self.new[n] = (INPUT, n.args, self.pair_val())
+        self.new[n] = (INPUT, n.args, _pair_val(n.val))
 
     def do(self, n: Node) -> None:
         self.n = n
@@ -127,10 +152,6 @@ class _Work:
             raise _No
         return int(x.val.dim())
 
-    def pair_val(self) -> Any:
-        v = self.n.val
-        return v.new_empty((*v.shape, 2), dtype=REAL[v.dtype])
-
     def make(self, target: Any, args: tuple[Any, ...], shape: Sequence[Any], dtype: torch.dtype) -> Node:
         node = Node(target, args, {}, self.n.val.new_empty(tuple(shape), dtype=dtype), self.n.src, self.n.grad)
         node.within = self.n.within
@@ -139,7 +160,7 @@ class _Work:
 
     def become(self, target: Any, *args: Any) -> None:
         v = self.n.val
-        self.new[self.n] = (target, args, self.pair_val() if v.is_complex() else v)
+        self.new[self.n] = (target, args, _pair_val(v) if v.is_complex() else v)
 
     def part(self, x: Node, i: int) -> Node:
         """The real or imaginary part, with an axis of one."""
