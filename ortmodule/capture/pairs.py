@@ -44,6 +44,7 @@ def complex_as_pairs(program: Program, exported: Exported) -> None:
         return
     given = {n for n in program.outputs if isinstance(n, Node)} | {n for both in program.writes for n in both}
     given |= {n for n, _ in program.views.values()} | {*program.passthrough.values(), *program.item_of.values()}
+    before: dict[Node, list[Node]] = {}
     for group in _groups(everywhere):
         if any(is_complex(n.val) and n in given for n in group):
             continue
@@ -63,10 +64,8 @@ def complex_as_pairs(program: Program, exported: Exported) -> None:
             n.target, n.args, n.kwargs, n.val, n.autocast = target, args, {}, val, ()
         for n, source in work.sources.items():
             program.inputs[held[n]] = (source, n)
-        nodes: list[Node] = []
-        for n in program.nodes:
-            nodes += [*work.before.get(n, ()), n]
-        program.nodes = nodes
+        before.update(work.before)
+    program.nodes = [each for n in program.nodes for each in (*before.get(n, ()), n)]
 
 
 def _may_be_given(source: Source, t: Any, dtype: torch.dtype) -> bool:
@@ -190,6 +189,18 @@ class _Work:
             return found
         return self.make(aten.unsqueeze.default, (found, x_val.dim()), (*x_val.shape, 1), real)
 
+    def both_parts(self, x: Any) -> Node:
+        """A tensor as a pair: the imaginary part of a real one is 0."""
+        if not isinstance(x, Node) or not isinstance(self.val(x), Tensor):
+            raise _No
+        real = REAL[self.n.val.dtype]
+        found = self.cast(x, real)
+        if self.is_pair(x):
+            return found
+        shape = x.val.shape
+        found = self.make(aten.unsqueeze.default, (found, len(shape)), (*shape, 1), real)
+        return self.make(aten.constant_pad_nd.default, (found, [0, 1]), (*shape, 2), real)
+
 
 def _name(target: Any) -> str:
     if not isinstance(target, private.OpOverload):
@@ -237,6 +248,11 @@ def _made(w: _Work, n: Node, a: Node, b: Node) -> None:
 
 @_rule("mul.Tensor")
 def _mul(w: _Work, n: Node, a: Any, b: Any) -> None:
+    if isinstance(b, complex):
+        p = w.both_parts(a)
+        crossed = [w.like(aten.mul.Tensor, w.part(p, i), by) for i, by in ((1, -b.imag), (0, b.imag))]
+        joined = w.make(aten.cat.default, (crossed, n.val.dim()), w.val(p).shape, w.val(p).dtype)
+        return w.become(aten.add.Tensor, w.like(aten.mul.Tensor, p, b.real), joined)
     p, q = w.operand(a), w.operand(b)
     if not (w.is_pair(a) and w.is_pair(b)):
         return w.become(aten.mul.Tensor, p, q)
@@ -266,11 +282,22 @@ def _div(w: _Work, n: Node, a: Any, b: Any) -> None:
     w.become(aten.div.Tensor, w.operand(a), w.operand(b))
 
 
-@_rule("add.Tensor", "sub.Tensor")
+@_rule("add.Tensor", "sub.Tensor", "rsub.Scalar")
 def _add(w: _Work, n: Node, a: Any, b: Any) -> None:
-    if n.kwargs or not (w.is_pair(a) and w.is_pair(b)):
+    if n.kwargs:
         raise _No
-    w.become(n.target, w.operand(a), w.operand(b))
+    if isinstance(b, Node):
+        return w.become(n.target, w.both_parts(a), w.both_parts(b))
+    parts = [w.like(n.target, w.part(w.operand(a), i), by) for i, by in enumerate((b.real, b.imag))]
+    return w.become(aten.cat.default, parts, n.val.dim())
+
+
+@_rule("exp")
+def _exp(w: _Work, n: Node, x: Node) -> None:
+    rank = w.rank(x)
+    size, angle = w.like(aten.exp.default, w.part(x, 0)), w.part(x, 1)
+    parts = [w.like(aten.mul.Tensor, size, w.like(f, angle)) for f in (aten.cos.default, aten.sin.default)]
+    w.become(aten.cat.default, parts, rank)
 
 
 @_rule("neg")

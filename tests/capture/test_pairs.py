@@ -188,6 +188,13 @@ FORMS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "by a number": (lambda x: R(z(x) * 2.5 - z(x) / 3), []),
     "by reals": (lambda x: R(z(x) * x[..., :3] / (1.5 + x[..., 3:])), []),
     "by one real": (lambda x: R(z(x) * x.sum()), []),
+    "by a complex number": (lambda x: R(z(x) * (2 - 3j) + 1j * z(x)), []),
+    "reals by a complex number": (lambda x: R(1j * x), []),
+    "angles": (lambda x: R(torch.exp(1j * x)), []),
+    "exponential": (lambda x: R(z(x).exp()), []),
+    "sum with reals": (lambda x: R(z(x) + x[..., :3]), []),
+    "reals less it": (lambda x: R(x[0, 0, :3] - z(x) - x.sum()), []),
+    "sum with numbers": (lambda x: R(z(x) + 2 - (1 - 3j)) + R(5j - z(x)), []),
     "negated": (lambda x: R(-z(x)), []),
     "sum of an axis": (lambda x: R(z(x).sum(0) + z(x).mean((0, -1), keepdim=True)), []),
     "sum of all": (lambda x: R(z(x).sum((0, 1, 2))), []),
@@ -254,9 +261,7 @@ REGIONS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "spectrum": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, n=6), []),
     "absolute": (lambda x: z(x).abs(), []),
     "root": (lambda x: R(z(x).sqrt()), []),
-    "a number that is complex": (lambda x: R(z(x) * 1j), []),
     "quotient": (lambda x: R(z(x) / (z(x) + z(x.cos()) * 2)), []),
-    "sum with reals": (lambda x: R(z(x) + x[..., :3]), []),
     "matrix product": (lambda x: R(z(x) @ z(x).transpose(-1, -2)), []),
 }
 
