@@ -94,11 +94,26 @@ static om_status conv_product_add(om_ctx *cx, conv_plan *p, int which, int64_t i
     return om_gemm_prepare(cx, a, &to->how);
 }
 
+/* The spatial axes of x; k, out NULL: attribute kernel, as many windows as fit. */
+static void conv_axes(const om_args *a, const om_tensor *x, const int64_t *k, const int64_t *out, om_conv_geo *g) {
+    const int nd = x->rank - 2;
+    om_window_args(a, nd, k, &g->w);
+    g->taps = g->pixels = g->plane = 1;
+    for (int i = 0; i < 3; i++) {
+        const int s = i - (3 - nd); /* spatial axis, or < 0 */
+        g->in[i] = s < 0 ? 1 : x->dim[2 + s];
+        g->out[i] = s >= 0 && out ? out[s] : om_window_fits(&g->w, i, g->in[i]);
+        g->taps *= g->w.k[i];
+        g->pixels *= g->out[i];
+        g->plane *= g->in[i];
+    }
+}
+
 /* grad: inputs are dy, x, w; else x, w, bias? */
 static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room *room) {
     conv_plan *p = &room->p;
     const om_tensor *x = &a->in[grad], *w = &a->in[1 + grad], *y = grad ? &a->in[0] : &a->out[0];
-    int count, nd = x->rank - 2;
+    int count;
     om_conv_geo *g = &p->g;
     *p = (conv_plan){.dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
     p->bias = !grad && a->n_in > 2 && a->in[2].dtype;
@@ -111,22 +126,10 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     OM_CHECK(cx, g->cg * g->groups == g->c && g->og * g->groups == g->o,
              "%s: %lld channels in, %lld out, %lld per filter, %lld groups do not fit",
              a->node->op->name, (long long)g->c, (long long)g->o, (long long)g->cg, (long long)g->groups);
-    g->taps = g->pixels = g->plane = 1;
+    conv_axes(a, x, w->dim + 2, y->dim + 2, g);
     bool plain = true;
-    for (int i = 0; i < 3; i++) {
-        int s = i - (3 - nd); /* spatial axis, or < 0 */
-        const int64_t *v;
-        g->in[i] = s < 0 ? 1 : x->dim[2 + s];
-        g->k[i] = s < 0 ? 1 : w->dim[2 + s];
-        g->out[i] = s < 0 ? 1 : y->dim[2 + s];
-        g->stride[i] = s >= 0 && (v = attr_values(a, "stride", &count)) ? v[count == 1 ? 0 : s] : 1;
-        g->dil[i] = s >= 0 && (v = attr_values(a, "dilation", &count)) ? v[count == 1 ? 0 : s] : 1;
-        g->lo[i] = s >= 0 && (v = attr_values(a, "pad", &count)) ? v[count == 1 ? 0 : s] : 0;
-        g->taps *= g->k[i];
-        g->pixels *= g->out[i];
-        g->plane *= g->in[i];
-        plain &= g->k[i] == 1 && g->stride[i] == 1 && g->in[i] == g->out[i] && g->lo[i] == 0;
-    }
+    for (int i = 0; i < 3; i++)
+        plain &= g->w.k[i] == 1 && g->w.stride[i] == 1 && g->in[i] == g->out[i] && g->w.lo[i] == 0;
     p->direct = g->cg * g->og <= CONV_DIRECT;
     p->pointwise = !p->direct && plain && (p->dtype == OM_BF16 || g->pixels >= CONV_FEW || g->n == 1);
     const int64_t depth = g->cg * g->taps, image = om_size_mul(om_size_mul(depth, g->pixels), p->size);
@@ -141,7 +144,7 @@ static om_status conv_layout(om_ctx *cx, const om_args *a, bool grad, conv_room 
     p->host.asked = om_conv_host(cx, g, p->dtype, p->pointwise, grad);
     if (p->host.asked) om_conv_host_layout(a, g, grad, &p->host);
     for (int i = 0; i < 3 && !p->host.asked; i++)
-        if (g->out[i] == 1) g->stride[i] = 1; /* no second window: what is laid out by phases need not know of it */
+        if (g->out[i] == 1) g->w.stride[i] = 1; /* no second window: what is laid out by phases need not know of it */
     const bool widen = p->dtype != p->wide_dtype;
     if (widen) { /* f32 copies of everything */
         p->x_at = om_scratch_take(&p->total, om_numel(x) * p->size);
@@ -504,32 +507,12 @@ typedef struct patches_plan {
 static void patches_layout(const om_args *a, patches_plan *p) {
     const bool to = om_is(a->node, im2col);
     const om_tensor *x = to ? &a->in[0] : &a->out[0];
-    const int nd = x->rank - 2;
     om_conv_geo *g = &p->g;
-    int count;
     *p = (patches_plan){.to_columns = to, .dtype = x->dtype, .wide_dtype = om_compute_dtype(x->dtype)};
     p->widen = p->dtype != p->wide_dtype;
     p->k = p->wide_dtype == OM_F64 ? &OM_PICK(om_conv)->f64 : &OM_PICK(om_conv)->f32;
     g->n = x->dim[0], g->c = g->cg = x->dim[1], g->groups = 1;
-    g->taps = g->pixels = g->plane = 1;
-    for (int i = 0; i < 3; i++) {
-        const int s = i - (3 - nd);
-        const int64_t *v;
-        g->in[i] = s < 0 ? 1 : x->dim[2 + s];
-        g->k[i] = s >= 0 && (v = attr_values(a, "kernel", &count)) ? v[count == 1 ? 0 : s] : 1;
-        g->stride[i] = s >= 0 && (v = attr_values(a, "stride", &count)) ? v[count == 1 ? 0 : s] : 1;
-        g->dil[i] = s >= 0 && (v = attr_values(a, "dilation", &count)) ? v[count == 1 ? 0 : s] : 1;
-        int64_t hi = 0;
-        if (s >= 0 && (v = attr_values(a, "pad", &count))) {
-            g->lo[i] = v[count == 1 ? 0 : s];
-            hi = count == 2 * nd ? v[nd + s] : g->lo[i];
-        }
-        const int64_t room = g->in[i] + g->lo[i] + hi - g->dil[i] * (g->k[i] - 1) - 1;
-        g->out[i] = room < 0 ? 0 : room / g->stride[i] + 1;
-        g->taps *= g->k[i];
-        g->pixels *= g->out[i];
-        g->plane *= g->in[i];
-    }
+    conv_axes(a, x, NULL, NULL, g);
     p->image_step = g->c * g->taps * g->pixels;
     if (!p->widen) return;
     p->in_at = om_scratch_take(&p->total, om_numel(&a->in[0]) * (int64_t)om_dtype_size(p->wide_dtype));

@@ -7,11 +7,13 @@
 #define OM_CONV_H
 
 #include "cpu/copy.h"
+#include "ops/window.h"
 
 typedef struct om_conv_geo {
     int64_t n, c, o, groups, cg, og;           /* images, channels in and out, and per group */
-    int64_t in[3], k[3], out[3], stride[3], lo[3], dil[3];
-    int64_t taps, pixels, plane;               /* products of k, out, in */
+    int64_t in[3], out[3];
+    om_window w;
+    int64_t taps, pixels, plane;               /* products of w.k, out, in */
 } om_conv_geo;
 
 struct om_conv_type {

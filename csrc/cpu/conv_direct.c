@@ -16,8 +16,8 @@
 void om_conv_direct_prepare(om_ctx *cx, const om_conv_geo *g, int what, int64_t size, om_conv_direct *d) {
     *d = (om_conv_direct){.what = what, .size = size, .phases = 1, .plane = 1};
     for (int i = 0; i < 3; i++) {
-        d->wide[i] = g->out[i] + g->dil[i] * (g->k[i] - 1) / g->stride[i];
-        d->phases = om_size_mul(d->phases, g->stride[i]);
+        d->wide[i] = g->out[i] + g->w.dil[i] * (g->w.k[i] - 1) / g->w.stride[i];
+        d->phases = om_size_mul(d->phases, g->w.stride[i]);
         d->plane = om_size_mul(d->plane, d->wide[i]);
     }
     const int64_t one = om_size_mul(d->phases, d->plane);
@@ -54,41 +54,41 @@ typedef struct direct_run {
 
 /* Where pixel (i0, i1, first of the row) of a plane with padding lies among phases; -1: no window reads that row. */
 static int64_t direct_row(const om_conv_direct *d, const om_conv_geo *g, int64_t i0, int64_t i1, int64_t *phase) {
-    const int64_t u0 = i0 + g->lo[0], u1 = i1 + g->lo[1];
-    const int64_t r0 = u0 / g->stride[0], r1 = u1 / g->stride[1];
+    const int64_t u0 = i0 + g->w.lo[0], u1 = i1 + g->w.lo[1];
+    const int64_t r0 = u0 / g->w.stride[0], r1 = u1 / g->w.stride[1];
     if (r0 >= d->wide[0] || r1 >= d->wide[1]) return -1;
-    *phase = (u0 % g->stride[0] * g->stride[1] + u1 % g->stride[1]) * g->stride[2];
+    *phase = (u0 % g->w.stride[0] * g->w.stride[1] + u1 % g->w.stride[1]) * g->w.stride[2];
     return (r0 * d->wide[1] + r1) * d->wide[2];
 }
 
 #define DIRECT(S, T)                                                                                                   \
     /* an input plane into its phases, whose padding is zero already; or out of them, zero where no window reads */    \
     static void direct_in_##S(const om_conv_direct *d, const om_conv_geo *g, const void *plane, void *to_) {           \
-        const int64_t s = g->stride[2], most = d->wide[2] * s - g->lo[2], n = g->in[2] < most ? g->in[2] : most;       \
+        const int64_t s = g->w.stride[2], most = d->wide[2] * s - g->w.lo[2], n = g->in[2] < most ? g->in[2] : most;   \
         const T *x = plane;                                                                                            \
         for (int64_t i0 = 0; i0 < g->in[0]; i0++)                                                                      \
             for (int64_t i1 = 0; i1 < g->in[1]; i1++, x += g->in[2]) {                                                 \
                 int64_t phase, at = direct_row(d, g, i0, i1, &phase);                                                  \
                 T *to = (T *)to_ + phase * d->plane + at;                                                              \
                 if (at < 0) continue;                                                                                  \
-                if (s == 1) memcpy(to + g->lo[2], x, (size_t)(n > 0 ? n : 0) * sizeof(T));                             \
+                if (s == 1) memcpy(to + g->w.lo[2], x, (size_t)(n > 0 ? n : 0) * sizeof(T));                           \
                 else                                                                                                   \
-                    for (int64_t i = 0, r = g->lo[2] % s, q = g->lo[2] / s; i < n; i++) {                              \
+                    for (int64_t i = 0, r = g->w.lo[2] % s, q = g->w.lo[2] / s; i < n; i++) {                          \
                         to[r * d->plane + q] = x[i];                                                                   \
                         if (++r == s) r = 0, q++;                                                                      \
                     }                                                                                                  \
             }                                                                                                          \
     }                                                                                                                  \
     static void direct_out_##S(const om_conv_direct *d, const om_conv_geo *g, const void *from_, void *plane) {        \
-        const int64_t s = g->stride[2], most = d->wide[2] * s - g->lo[2], n = g->in[2] < most ? g->in[2] : most;       \
+        const int64_t s = g->w.stride[2], most = d->wide[2] * s - g->w.lo[2], n = g->in[2] < most ? g->in[2] : most;   \
         T *x = plane;                                                                                                  \
         for (int64_t i0 = 0; i0 < g->in[0]; i0++)                                                                      \
             for (int64_t i1 = 0; i1 < g->in[1]; i1++, x += g->in[2]) {                                                 \
                 int64_t phase, at = direct_row(d, g, i0, i1, &phase), i = 0;                                           \
                 const T *from = (const T *)from_ + phase * d->plane + at;                                              \
-                if (at >= 0 && s == 1 && n > 0) memcpy(x, from + g->lo[2], (size_t)n * sizeof(T)), i = n;              \
+                if (at >= 0 && s == 1 && n > 0) memcpy(x, from + g->w.lo[2], (size_t)n * sizeof(T)), i = n;            \
                 else if (at >= 0)                                                                                      \
-                    for (int64_t r = g->lo[2] % s, q = g->lo[2] / s; i < n; i++) {                                     \
+                    for (int64_t r = g->w.lo[2] % s, q = g->w.lo[2] / s; i < n; i++) {                                 \
                         x[i] = from[r * d->plane + q];                                                                 \
                         if (++r == s) r = 0, q++;                                                                      \
                     }                                                                                                  \
@@ -111,10 +111,10 @@ static void direct_rows(const om_conv_direct *d, const om_conv_geo *g, char *pla
 
 /* Tap t: its phase, and where it begins within it. */
 static int64_t direct_tap(const om_conv_direct *d, const om_conv_geo *g, int64_t t, int64_t *phase) {
-    const int64_t at[3] = {t / g->k[2] / g->k[1] * g->dil[0], t / g->k[2] % g->k[1] * g->dil[1],
-                           t % g->k[2] * g->dil[2]};
-    *phase = (at[0] % g->stride[0] * g->stride[1] + at[1] % g->stride[1]) * g->stride[2] + at[2] % g->stride[2];
-    return ((at[0] / g->stride[0]) * d->wide[1] + at[1] / g->stride[1]) * d->wide[2] + at[2] / g->stride[2];
+    const int64_t *k = g->w.k, *dil = g->w.dil, *s = g->w.stride;
+    const int64_t at[3] = {t / k[2] / k[1] * dil[0], t / k[2] % k[1] * dil[1], t % k[2] * dil[2]};
+    *phase = (at[0] % s[0] * s[1] + at[1] % s[1]) * s[2] + at[2] % s[2];
+    return ((at[0] / s[0]) * d->wide[1] + at[1] / s[1]) * d->wide[2] + at[2] / s[2];
 }
 
 /* What every task needs of the taps: where each reads; for dx phase by phase, `order` the taps' numbers among og * taps

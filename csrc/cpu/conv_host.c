@@ -18,22 +18,22 @@ enum { HOST_FILTERS = 4 }; /* with channels last, rearranging a filter's number 
 
 static bool host_better(const om_conv_geo *g, int dtype, bool grad) {
     const double work = (double)g->n * (double)g->o * (double)g->pixels * (double)(g->cg * g->taps);
-    const bool overlap = g->stride[0] < g->k[0] || g->stride[1] < g->k[1] || g->stride[2] < g->k[2];
+    const bool overlap = g->w.stride[0] < g->w.k[0] || g->w.stride[1] < g->w.k[1] || g->w.stride[2] < g->w.k[2];
     const int64_t depth = g->cg * g->taps;
     if (work < HOST_LEAST || g->cg * g->og == 1) return false;
     if (dtype == OM_BF16 && om_isa_bf16()) return grad ? g->cg >= 8 : depth >= 64;
     if (om_isa() == OM_ISA_GENERIC) return true;
-    return overlap && depth >= 64 && g->cg >= (grad ? 8 : 1) && (!grad || (g->og <= 128 && g->stride[2] == 1));
+    return overlap && depth >= 64 && g->cg >= (grad ? 8 : 1) && (!grad || (g->og <= 128 && g->w.stride[2] == 1));
 }
 
 bool om_conv_host(om_ctx *cx, const om_conv_geo *g, int dtype, bool pointwise, bool grad) {
     const int allowed = om_gemm_host();
     if (!cx->sv.conv || allowed == OM_HOST_NEVER || (dtype != OM_F32 && dtype != OM_BF16)) return false;
     if (!g->n || !g->o || !g->pixels || !g->cg || !g->plane) return false;
-    for (int i = 0; i < 3; i++) { /* the same padding behind as before */
-        const int64_t room = g->in[i] + 2 * g->lo[i] - g->dil[i] * (g->k[i] - 1) - 1;
-        if (room < 0 || room / g->stride[i] + 1 != g->out[i]) return false;
-    }
+    om_window even = g->w; /* the same padding behind as before */
+    memcpy(even.hi, even.lo, sizeof even.hi);
+    for (int i = 0; i < 3; i++)
+        if (om_window_fits(&even, i, g->in[i]) != g->out[i]) return false;
     return allowed == OM_HOST_ALWAYS || (!pointwise && host_better(g, dtype, grad));
 }
 
@@ -83,7 +83,7 @@ bool om_conv_host_run(om_ctx *cx, const om_args *a, const om_conv_geo *g, bool g
     const int axes = c.x.rank - 2;
     for (int i = 0; i < axes; i++) {
         const int at = 3 - axes + i;
-        c.stride[i] = g->stride[at], c.pad[i] = g->lo[at], c.dilation[i] = g->dil[at];
+        c.stride[i] = g->w.stride[at], c.pad[i] = g->w.lo[at], c.dilation[i] = g->w.dil[at];
     }
     if (grad) {
         c.y = a->in[0];

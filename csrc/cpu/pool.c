@@ -10,8 +10,7 @@
 #include "cpu/pool.h"
 #include "graph/half.h"
 #include "ops/attr.h"
-
-enum { POOL_AXES = 3 };
+#include "ops/window.h"
 
 /* --- windows --------------------------------------------------------------------------------------------- */
 
@@ -21,12 +20,12 @@ typedef struct window { int64_t lo, hi, padded; } window;
 typedef struct pool_job pool_job;
 typedef void (*pool_fn)(void *, int64_t, int64_t);
 struct pool_job { /* made once per plan; a run copies it and puts the addresses in */
-    int64_t in[POOL_AXES], out[POOL_AXES], step[POOL_AXES]; /* missing leading axes have size 1 */
+    int64_t in[OM_WINDOW_AXES], out[OM_WINDOW_AXES], step[OM_WINDOW_AXES]; /* missing leading axes have size 1 */
     int64_t planes, in_size, out_size, grain;               /* of a plane */
-    window *win[POOL_AXES];                                 /* out[i] entries each; NULL: none is asked for */
+    window *win[OM_WINDOW_AXES];                            /* out[i] entries each; NULL: none is asked for */
+    om_window w;                                            /* of a kernel */
     bool include_pad;
     pool_fn fn;
-    int64_t stride[POOL_AXES], pad[POOL_AXES];              /* max_pool */
     om_pool_row row;
     int dtype;
     const char *x;
@@ -40,8 +39,8 @@ struct pool_job { /* made once per plan; a run copies it and puts the addresses 
 static void pool_sizes(pool_job *j, const om_tensor *x, const om_tensor *y, int axes) {
     *j = (pool_job){.planes = 1, .in_size = 1, .out_size = 1};
     for (int i = 0; i < x->rank - axes; i++) j->planes *= x->dim[i];
-    for (int i = 0; i < POOL_AXES; i++) {
-        int axis = i - (POOL_AXES - axes);
+    for (int i = 0; i < OM_WINDOW_AXES; i++) {
+        int axis = i - (OM_WINDOW_AXES - axes);
         j->in[i] = axis < 0 ? 1 : x->dim[x->rank - axes + axis];
         j->out[i] = axis < 0 ? 1 : y->dim[y->rank - axes + axis];
         j->step[i] = 1;
@@ -52,7 +51,7 @@ static void pool_sizes(pool_job *j, const om_tensor *x, const om_tensor *y, int 
 }
 
 static om_status pool_tables(om_ctx *cx, om_arena *mem, pool_job *j) {
-    for (int i = 0; i < POOL_AXES; i++) {
+    for (int i = 0; i < OM_WINDOW_AXES; i++) {
         j->win[i] = om_arena_alloc(mem, (size_t)(j->out[i] > 0 ? j->out[i] : 1) * sizeof *j->win[i]);
         if (!j->win[i]) return cx->status;
         j->win[i][0] = (window){0, 1, 1};
@@ -60,20 +59,13 @@ static om_status pool_tables(om_ctx *cx, om_arena *mem, pool_job *j) {
     return OM_OK;
 }
 
-static int64_t pool_attr(const om_args *a, const char *name, int axis, int64_t dflt) {
-    int count;
-    const int64_t *v = attr_values(a, name, &count);
-    return v ? v[count == 1 ? 0 : axis] : dflt;
-}
-
 static void pool_windows(pool_job *j, const om_args *a, int axes) {
-    for (int axis = 0; axis < axes; axis++) {
-        int i = POOL_AXES - axes + axis;
-        int64_t k = pool_attr(a, "kernel", axis, 1), s = pool_attr(a, "stride", axis, k),
-                p = pool_attr(a, "pad", axis, 0);
-        int64_t d = j->step[i] = pool_attr(a, "dilation", axis, 1);
+    om_window_args(a, axes, NULL, &j->w);
+    for (int i = OM_WINDOW_AXES - axes; i < OM_WINDOW_AXES; i++) {
+        const int64_t d = j->step[i] = j->w.dil[i];
         for (int64_t o = 0; o < j->out[i]; o++) {
-            int64_t lo = o * s - p, hi = lo + d * (k - 1) + 1, most = j->in[i] + p;
+            int64_t lo = o * j->w.stride[i] - j->w.lo[i], hi = lo + d * (j->w.k[i] - 1) + 1;
+            int64_t most = j->in[i] + j->w.hi[i];
             window *w = &j->win[i][o];
             w->padded = (hi < most ? hi : most) - lo;
             w->lo = lo < 0 ? lo + (-lo + d - 1) / d * d : lo;
@@ -83,7 +75,7 @@ static void pool_windows(pool_job *j, const om_args *a, int axes) {
 }
 
 static void adaptive_windows(pool_job *j) {
-    for (int i = 0; i < POOL_AXES; i++)
+    for (int i = 0; i < OM_WINDOW_AXES; i++)
         for (int64_t o = 0; o < j->out[i]; o++) {
             window *w = &j->win[i][o];
             w->lo = o * j->in[i] / j->out[i];
@@ -105,7 +97,7 @@ static void adaptive_windows(pool_job *j) {
     for (int64_t o##0 = 0, at = 0; o##0 < (j)->out[0]; o##0++)                                      \
         for (int64_t o##1 = 0; o##1 < (j)->out[1]; o##1++)                                          \
             for (int64_t o##2 = 0; o##2 < (j)->out[2]; o##2++, at++) {                              \
-                const window *const o[POOL_AXES] = {&(j)->win[0][o##0], &(j)->win[1][o##1], &(j)->win[2][o##2]}; \
+                const window *const o[OM_WINDOW_AXES] = {&(j)->win[0][o##0], &(j)->win[1][o##1], &(j)->win[2][o##2]}; \
                 __VA_ARGS__                                                                         \
             }
 
@@ -128,7 +120,7 @@ static void max_pool(void *arg, int64_t begin, int64_t end) {
         om_pool_row r = j->row;
         for (int axis = 0; axis < 2; axis++) {
             const window *w = &j->win[axis][o[axis]];
-            const int64_t from = o[axis] * j->stride[axis] - j->pad[axis];
+            const int64_t from = o[axis] * j->w.stride[axis] - j->w.lo[axis];
             r.lo[axis] = w->lo, r.hi[axis] = w->hi, r.by[axis] = j->step[axis];
             r.begin[axis] = (int32_t)((w->lo - from) / j->step[axis]);
             r.base += axis ? from * j->in[2] : from * j->in[1] * j->in[2];
@@ -226,33 +218,25 @@ static om_status pool_prepare(om_ctx *cx, om_arena *mem, const om_args *a, const
 }
 
 /* what kernels/pool.k.c wants of the last axis, and where each tap of a window lies */
-static om_status max_pool_tables(om_ctx *cx, om_arena *mem, const om_args *a, pool_job *j) {
-    const int axes = pool_axes(a, "kernel");
-    int64_t k[POOL_AXES];
-    for (int i = 0; i < POOL_AXES; i++) {
-        const int axis = i - (POOL_AXES - axes);
-        k[i] = axis < 0 ? 1 : pool_attr(a, "kernel", axis, 1);
-        j->stride[i] = axis < 0 ? 1 : pool_attr(a, "stride", axis, k[i]);
-        j->pad[i] = axis < 0 ? 0 : pool_attr(a, "pad", axis, 0);
-    }
-    const int64_t s = j->stride[2], d = j->step[2];
+static om_status max_pool_tables(om_ctx *cx, om_arena *mem, pool_job *j) {
+    const int64_t *k = j->w.k, s = j->w.stride[2], d = j->w.dil[2], pad = j->w.lo[2];
     om_pool_tap *tap = om_arena_alloc(mem, (size_t)k[2] * sizeof *tap);
     int32_t *first = om_arena_alloc(mem, (size_t)(j->out[2] + 1) * sizeof *first);
     int64_t *offset = om_arena_alloc(mem, (size_t)(k[0] * k[1] * k[2]) * sizeof *offset);
     if (!tap || !first || !offset) return cx->status;
     for (int64_t t = 0; t < k[2]; t++) {
-        const int64_t at = t * d - j->pad[2], lo = at < 0 ? (-at + s - 1) / s : 0;
+        const int64_t at = t * d - pad, lo = at < 0 ? (-at + s - 1) / s : 0;
         int64_t hi = at < j->in[2] ? (j->in[2] - 1 - at) / s + 1 : 0;
         if (hi > j->out[2]) hi = j->out[2];
         tap[t] = (om_pool_tap){at, lo, hi};
     }
-    for (int64_t o = 0; o < j->out[2]; o++) first[o] = (int32_t)((j->win[2][o].lo - (o * s - j->pad[2])) / d);
+    for (int64_t o = 0; o < j->out[2]; o++) first[o] = (int32_t)((j->win[2][o].lo - (o * s - pad)) / d);
     for (int64_t t = 0; t < k[0] * k[1] * k[2]; t++) {
         const int64_t t0 = t / k[2] / k[1] * j->step[0], t1 = t / k[2] % k[1] * j->step[1], t2 = t % k[2] * d;
         offset[t] = (t0 * j->in[1] + t1) * j->in[2] + t2;
     }
     j->row = (om_pool_row){.tap = tap, .taps = k[2], .step = s, .n = j->out[2], .first = first, .offset = offset,
-                           .size = {j->in[1], j->in[2]}, .kernel = (int32_t)k[1], .base = -j->pad[2]};
+                           .size = {j->in[1], j->in[2]}, .kernel = (int32_t)k[1], .base = -pad};
     return OM_OK;
 }
 
@@ -261,7 +245,7 @@ om_status om_cpu_prepare_max_pool(om_ctx *cx, om_arena *mem, const om_args *a, c
     OM_TRY(pool_prepare(cx, mem, a, pool_max, false, false, prep));
     j = (pool_job *)(uintptr_t)*prep;
     j->dtype = a->in[0].dtype;
-    return max_pool_tables(cx, mem, a, j);
+    return max_pool_tables(cx, mem, j);
 }
 
 om_status om_cpu_prepare_avg_pool(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {

@@ -35,12 +35,6 @@ void *om_gpu_add(om_lower *l, om_gpu_kernel k, int64_t gx, int64_t gy, int64_t g
     return param;
 }
 
-int64_t om_gpu_setting(const om_args *a, const char *name, int axis, int64_t otherwise) {
-    int count = 0;
-    const int64_t *v = attr_values(a, name, &count);
-    return v ? v[count == 1 ? 0 : axis] : otherwise;
-}
-
 static void reloc_add(om_lower *l, void *field, om_gpu_reloc r) {
     om_gpu_launch *n = l->last;
     if (n->n_reloc == n->cap_reloc) {

@@ -2,23 +2,19 @@
 #include "cuda/scratch.h"
 #include "cuda/torch_conv.h"
 #include "ops/attr.h"
+#include "ops/window.h"
 
-/* The spatial axes, aligned to the last of three; missing ones have size 1. k NULL: attribute kernel; out NULL: what
- * padding, kernel and stride make of in. */
+/* The spatial axes, aligned to the last of three; missing ones have size 1. k, out NULL: attribute kernel, as many
+ * windows as fit. */
 static void axes_of(const om_args *a, int nd, const int64_t *in, const int64_t *k, const int64_t *out, om_gpu_conv *p) {
-    int n_pad = 0;
-    const int64_t *pad = attr_values(a, "pad", &n_pad);
+    om_window w;
+    om_window_args(a, nd, k, &w);
     p->taps = p->pixels = p->plane = 1;
     for (int i = 0; i < 3; i++) {
         const int s = i - (3 - nd);
         p->in[i] = s < 0 ? 1 : in[s];
-        p->k[i] = s < 0 ? 1 : k ? k[s] : om_gpu_setting(a, "kernel", s, 1);
-        p->stride[i] = s < 0 ? 1 : om_gpu_setting(a, "stride", s, 1);
-        p->dil[i] = s < 0 ? 1 : om_gpu_setting(a, "dilation", s, 1);
-        p->lo[i] = s < 0 ? 0 : om_gpu_setting(a, "pad", s, 0);
-        const int64_t hi = s < 0 ? 0 : n_pad == 2 * nd ? pad[nd + s] : p->lo[i];
-        const int64_t room = p->in[i] + p->lo[i] + hi - p->dil[i] * (p->k[i] - 1) - 1;
-        p->out[i] = s >= 0 && out ? out[s] : room < 0 ? 0 : room / p->stride[i] + 1;
+        p->k[i] = w.k[i], p->stride[i] = w.stride[i], p->dil[i] = w.dil[i], p->lo[i] = w.lo[i];
+        p->out[i] = s >= 0 && out ? out[s] : om_window_fits(&w, i, p->in[i]);
         p->taps *= p->k[i], p->pixels *= p->out[i], p->plane *= p->in[i];
     }
 }
@@ -44,15 +40,16 @@ static om_gpu_conv *conv_add(om_lower *l, om_gpu_kernel k, int64_t blocks, const
  * of our own stays for when they cannot. */
 static om_status torch_add(om_lower *l, const om_gpu_conv *p, int nd) {
     const om_args *a = l->a;
-    int n_pad = 0, n_want = 0;
-    const int64_t *pad = attr_values(a, "pad", &n_pad), *want = attr_values(a, "want", &n_want);
+    int n_want = 0;
+    const int64_t *want = attr_values(a, "want", &n_want);
+    om_window w;
     if (!om_torch_conv_open() || !om_cuda_memory_of_torch(l->cx)) return OM_OK;
     for (int i = 0; i < a->n_in + a->n_out; i++) {
         const om_tensor *t = i < a->n_in ? &a->in[i] : &a->out[i - a->n_in];
         if (t->dtype && i < a->n_in && !om_numel(t)) return OM_OK;
     }
-    for (int i = 0; i < nd && n_pad == 2 * nd; i++)
-        if (pad[i] != pad[nd + i] || pad[i] < 0) return OM_OK;
+    om_window_args(a, nd, p->k + 3 - nd, &w);
+    if (memcmp(w.lo, w.hi, sizeof w.lo) != 0) return OM_OK;
     om_torch_conv *t = om_arena_alloc(l->mem, sizeof *t);
     if (!t) return l->cx->status;
     *t = (om_torch_conv){.transposed = om_is(a->node, conv_transpose), .grad = om_is(a->node, conv_grad), .nd = nd,
@@ -60,7 +57,7 @@ static om_status torch_add(om_lower *l, const om_gpu_conv *p, int nd) {
     for (int i = 0; i < nd; i++) {
         const int k = i + 3 - nd;
         t->stride[i] = p->stride[k], t->pad[i] = p->lo[k], t->dil[i] = p->dil[k];
-        t->out_pad[i] = t->transposed ? om_gpu_setting(a, "out_pad", i, 0) : 0;
+        t->out_pad[i] = t->transposed ? attr_entry(a, "out_pad", i, 0) : 0;
     }
     for (int i = 0; i < 3 && t->grad; i++) t->want[i] = i < a->n_out && (i >= n_want || want[i]) && a->out[i].dtype;
     l->call->torch = t;

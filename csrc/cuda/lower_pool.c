@@ -1,20 +1,20 @@
 /* lower_pool.c - pooling and batch normalisation on the GPU (pool.cu, batch_norm.cu). */
 #include "cuda/scratch.h"
 #include "ops/attr.h"
+#include "ops/window.h"
 
 /* x: the tensor that windows read, y: the one with an element for each */
 static void pool_of(const om_args *a, const om_tensor *x, const om_tensor *y, int axes, om_gpu_pool *p) {
     *p = (om_gpu_pool){.planes = 1, .in_size = 1, .out_size = 1};
     p->include_pad = om_args_int(a, "count_include_pad", 1) != 0;
     for (int i = 0; i < x->rank - axes; i++) p->planes *= x->dim[i];
+    om_window w;
+    om_window_args(a, axes, NULL, &w);
     for (int i = 0; i < 3; i++) {
         const int s = i - (3 - axes), at = x->rank - axes + s;
         p->in[i] = s < 0 ? 1 : x->dim[at];
         p->out[i] = s < 0 ? 1 : y->dim[at];
-        p->k[i] = s < 0 ? 1 : om_gpu_setting(a, "kernel", s, 1);
-        p->stride[i] = s < 0 ? 1 : om_gpu_setting(a, "stride", s, p->k[i]);
-        p->pad[i] = s < 0 ? 0 : om_gpu_setting(a, "pad", s, 0);
-        p->dil[i] = s < 0 ? 1 : om_gpu_setting(a, "dilation", s, 1);
+        p->k[i] = w.k[i], p->stride[i] = w.stride[i], p->pad[i] = w.lo[i], p->dil[i] = w.dil[i];
         p->in_size *= p->in[i], p->out_size *= p->out[i];
     }
 }

@@ -1,5 +1,6 @@
 /* nn.c - normalisation, products, attention, dropout, losses, convolution and pooling. Form of a rule: onnx/map.h. */
 #include "onnx/map.h"
+#include "ops/window.h"
 
 #include <math.h>
 
@@ -303,35 +304,42 @@ static om_status map_nll(om_onnx *o) {
 
 /* --- windows ----------------------------------------------------------------------------------------- */
 
-typedef struct map_window { int spatial; int64_t kernel[3], stride[3], dilation[3], lo[3], hi[3]; } map_window;
+/* Attributes strides, dilations and pads of a node with `axes` spatial axes; m->k is set. */
+static om_status map_window_read(om_onnx *o, int axes, om_window *m) {
+    int64_t pads[2 * OM_WINDOW_AXES];
+    m->axes = axes;
+    OM_TRY(om_map_ints(o, "strides", axes, 1, m->stride));
+    OM_TRY(om_map_ints(o, "dilations", axes, 1, m->dil));
+    OM_TRY(om_map_ints(o, "pads", 2 * axes, 0, pads));
+    for (int i = 0; i < axes; i++) m->lo[i] = pads[i], m->hi[i] = pads[axes + i];
+    return OM_OK;
+}
 
-static om_status map_window_of(om_onnx *o, const om_type *x, const om_type *w, map_window *m) {
-    m->spatial = x->rank - 2;
-    ONNX_CHECK(o, m->spatial >= 1 && m->spatial <= 3, "x has rank %d; 3 to 5 are supported", x->rank);
-    int n = m->spatial;
+/* The windows over x, whose kernel has the sizes of w, or those of kernel_shape. Checked here is what auto_pad counts
+ * with; the type rules check the rest. */
+static om_status map_window_of(om_onnx *o, const om_type *x, const om_type *w, om_window *m) {
+    const int n = x->rank - 2;
+    ONNX_CHECK(o, n >= 1 && n <= OM_WINDOW_AXES, "x has rank %d; 3 to 5 are supported", x->rank);
+    *m = (om_window){0};
     for (int i = 0; i < n; i++)
-        if (w && !om_dim_const(o->g, w->dim[2 + i], &m->kernel[i])) REFUSE("the kernel's sizes must be numbers");
-    if (!w) OM_TRY(om_map_ints(o, "kernel_shape", n, 0, m->kernel));
-    OM_TRY(om_map_ints(o, "strides", n, 1, m->stride));
-    OM_TRY(om_map_ints(o, "dilations", n, 1, m->dilation));
-    int64_t pads[6];
-    OM_TRY(om_map_ints(o, "pads", 2 * n, 0, pads));
+        if (w && !om_dim_const(o->g, w->dim[2 + i], &m->k[i])) REFUSE("the kernel's sizes must be numbers");
+    if (!w) OM_TRY(om_map_ints(o, "kernel_shape", n, 0, m->k));
+    OM_TRY(map_window_read(o, n, m));
     const char *mode = om_onnx_str(o, "auto_pad", "NOTSET");
     for (int i = 0; i < n; i++) {
         ONNX_CHECK(o,
-                   m->kernel[i] > 0 && m->kernel[i] < INT32_MAX && m->stride[i] > 0 && m->stride[i] < INT32_MAX &&
-                       m->dilation[i] > 0 && m->dilation[i] < INT32_MAX,
-                   "kernel %lld, stride %lld, dilation %lld along axis %d", (long long)m->kernel[i],
-                   (long long)m->stride[i], (long long)m->dilation[i], i + 2);
-        ONNX_CHECK(o, pads[i] >= 0 && pads[n + i] >= 0 && pads[i] < INT32_MAX && pads[n + i] < INT32_MAX,
+                   m->k[i] > 0 && m->k[i] < INT32_MAX && m->stride[i] > 0 && m->stride[i] < INT32_MAX &&
+                       m->dil[i] > 0 && m->dil[i] < INT32_MAX,
+                   "kernel %lld, stride %lld, dilation %lld along axis %d", (long long)m->k[i],
+                   (long long)m->stride[i], (long long)m->dil[i], i + 2);
+        ONNX_CHECK(o, m->lo[i] >= 0 && m->hi[i] >= 0 && m->lo[i] < INT32_MAX && m->hi[i] < INT32_MAX,
                    "pads must not be negative");
-        m->lo[i] = pads[i], m->hi[i] = pads[n + i];
         if (!strcmp(mode, "VALID")) m->lo[i] = m->hi[i] = 0;
         if (strncmp(mode, "SAME_", 5) != 0) continue;
         int64_t size;
         if (!om_dim_const(o->g, x->dim[2 + i], &size)) REFUSE("auto_pad %.20s needs sizes that are numbers", mode);
         int64_t out = (size + m->stride[i] - 1) / m->stride[i],
-            all = (out - 1) * m->stride[i] + (m->kernel[i] - 1) * m->dilation[i] + 1 - size;
+            all = (out - 1) * m->stride[i] + (m->k[i] - 1) * m->dil[i] + 1 - size;
         if (all < 0) all = 0;
         m->lo[i] = !strcmp(mode, "SAME_LOWER") ? (all + 1) / 2 : all / 2;
         m->hi[i] = all - m->lo[i];
@@ -340,16 +348,16 @@ static om_status map_window_of(om_onnx *o, const om_type *x, const om_type *w, m
 }
 
 /* The kernels pad both sides alike: what is left over is padded before. */
-static om_id map_window_pad(om_onnx *o, om_id x, map_window *m, double value) {
+static om_id map_window_pad(om_onnx *o, om_id x, om_window *m, double value) {
     om_dim lo[OM_RANK] = {0}, hi[OM_RANK] = {0};
     bool any = false;
-    for (int i = 0; i < m->spatial; i++) {
+    for (int i = 0; i < m->axes; i++) {
         if (m->lo[i] == m->hi[i]) continue;
         lo[2 + i] = m->lo[i], hi[2 + i] = m->hi[i];
         m->lo[i] = m->hi[i] = 0;
         any = true;
     }
-    int rank = m->spatial + 2;
+    int rank = m->axes + 2;
     return any ? om_make(o->g, &om_op_pad, OM_IN(x),
                          OM_ATTRS(OM_AD("lo", lo, rank), OM_AD("hi", hi, rank), OM_AF("value", value)))
                : x;
@@ -359,7 +367,7 @@ static om_status map_conv(om_onnx *o) {
     om_graph *g = o->g;
     om_id x = IN(0), w = IN(1), b = IN(2);
     om_type xt = om_map_type_of(o, x), wt = om_map_type_of(o, w);
-    map_window m;
+    om_window m;
     om_dim s[3], p[3], d[3];
     if (FAILED) return o->cx->status;
     ONNX_CHECK(o, xt.rank == wt.rank, "x has rank %d, w %d", xt.rank, wt.rank);
@@ -367,17 +375,25 @@ static om_status map_conv(om_onnx *o) {
     x = map_window_pad(o, x, &m, 0);
     SET(0,
         om_make(g, &om_op_conv, (om_id[]){x, w, b}, 3,
-                OM_ATTRS(om_map_dims_attr("stride", m.stride, m.spatial, g, s),
-                         om_map_dims_attr("pad", m.lo, m.spatial, g, p),
-                         om_map_dims_attr("dilation", m.dilation, m.spatial, g, d), OM_AI("groups", INT("group", 1)))));
+                OM_ATTRS(om_map_dims_attr("stride", m.stride, m.axes, g, s),
+                         om_map_dims_attr("pad", m.lo, m.axes, g, p),
+                         om_map_dims_attr("dilation", m.dil, m.axes, g, d), OM_AI("groups", INT("group", 1)))));
     return o->cx->status;
+}
+
+/* begins, then ends */
+static om_attr map_pads_attr(om_onnx *o, const om_window *m, om_dim *buf) {
+    int64_t pads[2 * OM_WINDOW_AXES];
+    memcpy(pads, m->lo, (size_t)m->axes * sizeof *pads);
+    memcpy(pads + m->axes, m->hi, (size_t)m->axes * sizeof *pads);
+    return om_map_dims_attr("pad", pads, 2 * m->axes, o->g, buf);
 }
 
 static om_status map_conv_transpose(om_onnx *o) {
     om_graph *g = o->g;
     om_id x = IN(0), w = IN(1), b = IN(2);
     om_type xt = om_map_type_of(o, x), wt = om_map_type_of(o, w);
-    map_window m;
+    om_window m;
     om_dim s[3], p[6], d[3], more[3];
     int64_t extra[3];
     if (FAILED) return o->cx->status;
@@ -385,30 +401,26 @@ static om_status map_conv_transpose(om_onnx *o) {
     if (strcmp(om_onnx_str(o, "auto_pad", "NOTSET"), "NOTSET") != 0 || om_onnx_attr(o, "output_shape"))
         REFUSE("auto_pad and output_shape are not supported; pads and output_padding are");
     OM_TRY(map_window_of(o, &xt, &wt, &m));
-    OM_TRY(om_map_ints(o, "output_padding", m.spatial, 0, extra));
-    for (int i = 0; i < m.spatial; i++) p[i] = m.lo[i], p[m.spatial + i] = m.hi[i];
+    OM_TRY(om_map_ints(o, "output_padding", m.axes, 0, extra));
     om_id y = om_make(g, &om_op_conv_transpose, OM_IN(x, w),
-                      OM_ATTRS(om_map_dims_attr("stride", m.stride, m.spatial, g, s), OM_AD("pad", p, 2 * m.spatial),
-                               om_map_dims_attr("dilation", m.dilation, m.spatial, g, d),
+                      OM_ATTRS(om_map_dims_attr("stride", m.stride, m.axes, g, s), map_pads_attr(o, &m, p),
+                               om_map_dims_attr("dilation", m.dil, m.axes, g, d),
                                OM_AI("groups", INT("group", 1)),
-                               om_map_dims_attr("out_pad", extra, m.spatial, g, more)));
+                               om_map_dims_attr("out_pad", extra, m.axes, g, more)));
     SET(0, b == OM_NONE ? y : MAKE2(add, y, om_map_per_channel(o, b, xt.rank)));
     return o->cx->status;
 }
 
-/* im2col, col2im: kernel, strides, dilations, pads (begins, then ends) */
-static om_status map_patches(om_onnx *o, const int64_t *kernel, int n, const om_dim *size) {
+/* im2col, col2im: m->k is set */
+static om_status map_patches(om_onnx *o, int n, om_window *m, const om_dim *size) {
     om_attr attr[5];
     om_dim k[3], s[3], d[3], p[6];
-    int64_t stride[3], dilation[3], pads[6];
-    ONNX_CHECK(o, n >= 1 && n <= 3, "%d spatial axes; 1 to 3 are supported", n);
-    OM_TRY(om_map_ints(o, "strides", n, 1, stride));
-    OM_TRY(om_map_ints(o, "dilations", n, 1, dilation));
-    OM_TRY(om_map_ints(o, "pads", 2 * n, 0, pads));
-    attr[0] = om_map_dims_attr("kernel", kernel, n, o->g, k);
-    attr[1] = om_map_dims_attr("stride", stride, n, o->g, s);
-    attr[2] = om_map_dims_attr("dilation", dilation, n, o->g, d);
-    attr[3] = om_map_dims_attr("pad", pads, 2 * n, o->g, p);
+    ONNX_CHECK(o, n >= 1 && n <= OM_WINDOW_AXES, "%d spatial axes; 1 to 3 are supported", n);
+    OM_TRY(map_window_read(o, n, m));
+    attr[0] = om_map_dims_attr("kernel", m->k, n, o->g, k);
+    attr[1] = om_map_dims_attr("stride", m->stride, n, o->g, s);
+    attr[2] = om_map_dims_attr("dilation", m->dil, n, o->g, d);
+    attr[3] = map_pads_attr(o, m, p);
     if (size) attr[4] = OM_AD("size", size, n);
     SET(0, om_make(o->g, size ? &om_op_col2im : &om_op_im2col, OM_IN(IN(0)), attr, size ? 5 : 4));
     return o->cx->status;
@@ -416,29 +428,30 @@ static om_status map_patches(om_onnx *o, const int64_t *kernel, int n, const om_
 
 static om_status map_im2col(om_onnx *o) {
     om_type t = om_map_type(o, 0);
-    int64_t kernel[3];
+    om_window m = {0};
     ONNX_CHECK(o, t.rank >= 3 && t.rank <= 5, "x has rank %d; 3 to 5 are supported", t.rank);
-    OM_TRY(om_map_ints(o, "kernel_shape", t.rank - 2, 0, kernel));
-    return map_patches(o, kernel, t.rank - 2, NULL);
+    OM_TRY(om_map_ints(o, "kernel_shape", t.rank - 2, 0, m.k));
+    return map_patches(o, t.rank - 2, &m, NULL);
 }
 
 static om_status map_col2im(om_onnx *o) {
-    uint32_t n, m;
-    int64_t kernel[3];
-    const om_dim *size = om_onnx_list(o, 1, &n), *block = size ? om_onnx_list(o, 2, &m) : NULL;
+    uint32_t n, blocks;
+    om_window m = {0};
+    const om_dim *size = om_onnx_list(o, 1, &n), *block = size ? om_onnx_list(o, 2, &blocks) : NULL;
     if (FAILED) return o->cx->status;
-    ONNX_CHECK(o, n == m && n >= 1 && n <= 3, "image_shape has %u entries, block_shape %u; 1 to 3 are supported", n, m);
-    OM_TRY(om_map_known(o, block, m, "block_shape", kernel));
-    return map_patches(o, kernel, (int)n, size);
+    ONNX_CHECK(o, n == blocks && n >= 1 && n <= 3, "image_shape has %u entries, block_shape %u; 1 to 3 are supported",
+               n, blocks);
+    OM_TRY(om_map_known(o, block, blocks, "block_shape", m.k));
+    return map_patches(o, (int)n, &m, size);
 }
 
 /* What both pools say, and `more`. */
-static om_id map_pool_node(om_onnx *o, const om_op *op, om_id x, const map_window *m, om_attr more) {
+static om_id map_pool_node(om_onnx *o, const om_op *op, om_id x, const om_window *m, om_attr more) {
     om_dim k[3], s[3], p[3];
     return om_make(o->g, op, OM_IN(x),
-                   OM_ATTRS(om_map_dims_attr("kernel", m->kernel, m->spatial, o->g, k),
-                            om_map_dims_attr("stride", m->stride, m->spatial, o->g, s),
-                            om_map_dims_attr("pad", m->lo, m->spatial, o->g, p), OM_AI("ceil", INT("ceil_mode", 0)),
+                   OM_ATTRS(om_map_dims_attr("kernel", m->k, m->axes, o->g, k),
+                            om_map_dims_attr("stride", m->stride, m->axes, o->g, s),
+                            om_map_dims_attr("pad", m->lo, m->axes, o->g, p), OM_AI("ceil", INT("ceil_mode", 0)),
                             more));
 }
 
@@ -446,12 +459,12 @@ static om_status map_max_pool(om_onnx *o) {
     om_graph *g = o->g;
     om_id x = IN(0);
     om_type t = om_map_type_of(o, x);
-    map_window m;
+    om_window m;
     om_dim d[3];
     if (FAILED) return o->cx->status;
     OM_TRY(map_window_of(o, &t, NULL, &m));
     x = map_window_pad(o, x, &m, -INFINITY);
-    om_id y = map_pool_node(o, &om_op_max_pool, x, &m, om_map_dims_attr("dilation", m.dilation, m.spatial, g, d));
+    om_id y = map_pool_node(o, &om_op_max_pool, x, &m, om_map_dims_attr("dilation", m.dil, m.axes, g, d));
     SET(0, y);
     if (om_onnx_wants(o, 1) && !FAILED) { /* ONNX counts over the whole tensor, the engine within one plane */
         if (INT("storage_order", 0) || x != IN(0)) REFUSE("Indices with storage_order or asymmetric pads");
@@ -467,12 +480,12 @@ static om_status map_max_pool(om_onnx *o) {
 static om_status map_avg_pool(om_onnx *o) {
     om_id x = IN(0);
     om_type t = om_map_type_of(o, x);
-    map_window m;
+    om_window m;
     int64_t count = INT("count_include_pad", 0) != 0;
     if (FAILED) return o->cx->status;
     OM_TRY(map_window_of(o, &t, NULL, &m));
-    for (int i = 0; i < m.spatial; i++) {
-        if (m.dilation[i] != 1) REFUSE("AveragePool with dilation");
+    for (int i = 0; i < m.axes; i++) {
+        if (m.dil[i] != 1) REFUSE("AveragePool with dilation");
         if (m.lo[i] != m.hi[i] && (!count || INT("ceil_mode", 0)))
             REFUSE("asymmetric pads need count_include_pad = 1 and ceil_mode = 0");
     }

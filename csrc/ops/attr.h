@@ -29,6 +29,13 @@ static inline const int64_t *attr_values(const om_args *ar, const char *name, in
     return *count ? a->dims : NULL;
 }
 
+/* Entry `axis` of a list in a kernel; a list of one stands for all. */
+static inline int64_t attr_entry(const om_args *ar, const char *name, int axis, int64_t dflt) {
+    int count;
+    const int64_t *v = attr_values(ar, name, &count);
+    return v ? v[count == 1 ? 0 : axis] : dflt;
+}
+
 /* A required list of sizes in a type rule. */
 static inline om_status attr_shape(om_graph *g, const om_node *n, const char *name, const om_attr **out) {
     const om_attr *a = om_attr_get(n->attr, n->n_attr, name);

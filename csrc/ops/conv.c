@@ -1,64 +1,37 @@
 /* conv.c - convolution over 1 to 3 spatial axes, and its gradients as one operator; its transpose, which is the half of
  * that gradient that belongs to x; windows as columns and back. */
 #include "ops/attr.h"
+#include "ops/window.h"
 
 /* --- types ------------------------------------------------------------------------------------------------- */
 
-typedef struct conv_attr { int nd; int64_t stride[3], lo[3], hi[3], dil[3], groups; } conv_attr;
-
-/* Sums of two, and products with a size that a tensor has, are 64-bit numbers. */
-static bool attr_within(int64_t x, int64_t least) { return x >= least && x <= INT32_MAX; }
-
-static om_status conv_attrs(om_graph *g, const om_node *n, int nd, conv_attr *c) {
-    const om_attr *pad = om_attr_get(n->attr, n->n_attr, "pad");
-    int64_t p[6];
-    c->nd = nd;
-    c->groups = om_node_int(n, "groups", 1);
-    OM_TRY(attr_ints(g, n, "stride", nd, 1, c->stride));
-    OM_TRY(attr_ints(g, n, "dilation", nd, 1, c->dil));
-    bool both = pad && pad->kind == OM_ATTR_DIMS && pad->n == 2u * (uint32_t)nd; /* begins, then ends */
-    OM_TRY(attr_ints(g, n, "pad", both ? 2 * nd : nd, 0, p));
-    for (int i = 0; i < nd; i++) {
-        c->lo[i] = p[i];
-        c->hi[i] = p[both ? nd + i : i];
-        OM_CHECK(g->cx,
-                 attr_within(c->stride[i], 1) && attr_within(c->dil[i], 1) && attr_within(c->lo[i], 0) &&
-                     attr_within(c->hi[i], 0),
-                 "%s: stride %lld, dilation %lld, pad %lld and %lld along spatial axis %d; stride and dilation must be "
-                 "at least 1, pad at least 0, each less than 2^31",
-                 n->op->name, (long long)c->stride[i], (long long)c->dil[i], (long long)c->lo[i], (long long)c->hi[i],
-                 i);
-    }
-    OM_CHECK(g->cx, c->groups >= 1, "%s: %lld groups; at least 1 is needed", n->op->name, (long long)c->groups);
+static om_status conv_groups(om_graph *g, const om_node *n, int64_t *groups) {
+    *groups = om_node_int(n, "groups", 1);
+    OM_CHECK(g->cx, *groups >= 1, "%s: %lld groups; at least 1 is needed", n->op->name, (long long)*groups);
     return OM_OK;
 }
 
 /* x (n, c, ...), w (o, c / groups, ...) -> y */
 static om_status conv_shape(om_graph *g, const om_node *n, const om_type *x, const om_type *w, om_type *y) {
     const char *op = n->op->name;
-    conv_attr c = {0};
+    om_window win;
+    int64_t groups, xc, wc, o;
     OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && w->rank == x->rank,
              "%s: x of rank %d, w of rank %d; both 3 to 5 (n, c, 1 to 3 spatial axes)",
              op, x->rank, w->rank);
     OM_CHECK(g->cx, om_is_float(x->dtype) && w->dtype == x->dtype, "%s: x is %s, w %s; floats of one type are needed",
              op, om_dtype_name(x->dtype), om_dtype_name(w->dtype));
-    OM_TRY(conv_attrs(g, n, x->rank - 2, &c));
-    int64_t xc, wc, o;
-    OM_CHECK(g->cx, !om_dim_const(g, x->dim[1], &xc) || !om_dim_const(g, w->dim[1], &wc) || xc == wc * c.groups,
+    OM_TRY(om_window_read(g, n, x->rank - 2, &win));
+    OM_TRY(conv_groups(g, n, &groups));
+    OM_CHECK(g->cx, !om_dim_const(g, x->dim[1], &xc) || !om_dim_const(g, w->dim[1], &wc) || xc == wc * groups,
              "%s: x has %lld channels, w takes %lld in each of %lld groups", op, (long long)xc, (long long)wc,
-             (long long)c.groups);
-    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &o) || o % c.groups == 0,
-             "%s: %lld output channels cannot be split into %lld groups", op, (long long)o, (long long)c.groups);
+             (long long)groups);
+    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &o) || o % groups == 0,
+             "%s: %lld output channels cannot be split into %lld groups", op, (long long)o, (long long)groups);
     *y = *x;
     y->dim[1] = w->dim[0];
-    for (int i = 0; i < c.nd; i++) { /* (in + lo + hi - dil (k - 1) - 1) / stride + 1 */
-        om_dim span = om_dim_mul(g, om_dim_sub(g, w->dim[2 + i], 1), c.dil[i]);
-        om_dim room = om_dim_sub(g, om_dim_sub(g, om_dim_add(g, x->dim[2 + i], c.lo[i] + c.hi[i]), span), 1);
-        int64_t r;
-        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0,
-                 "%s: the kernel is larger than the padded input along spatial axis %d", op, i);
-        y->dim[2 + i] = om_dim_add(g, om_dim_div(g, room, c.stride[i]), 1);
-    }
+    for (int i = 0; i < win.axes; i++)
+        OM_TRY(om_window_count(g, n, &win, i, x->dim[2 + i], w->dim[2 + i], &y->dim[2 + i]));
     return OM_OK;
 }
 
@@ -119,32 +92,26 @@ static om_status conv_grad_infer(om_graph *g, const om_node *n, om_type *out) {
 static om_status conv_transpose_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]), *w = om_ty(g, om_ins(g, n)[1]);
     const char *op = n->op->name;
-    conv_attr c = {0};
-    int64_t more[3];
+    om_window win;
+    int64_t groups, channels, more[OM_WINDOW_AXES];
     OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && w->rank == x->rank,
              "%s: x of rank %d, w of rank %d; both 3 to 5 (n, c, 1 to 3 spatial axes)", op, x->rank, w->rank);
     OM_CHECK(g->cx, om_is_float(x->dtype) && w->dtype == x->dtype, "%s: x is %s, w %s; floats of one type are needed",
              op, om_dtype_name(x->dtype), om_dtype_name(w->dtype));
-    OM_TRY(conv_attrs(g, n, x->rank - 2, &c));
-    OM_TRY(attr_ints(g, n, "out_pad", c.nd, 0, more));
-    int64_t channels;
+    OM_TRY(om_window_read(g, n, x->rank - 2, &win));
+    OM_TRY(conv_groups(g, n, &groups));
+    OM_TRY(attr_ints(g, n, "out_pad", win.axes, 0, more));
     OM_CHECK(g->cx, !attr_differs(g, x->dim[1], w->dim[0]), "%s: x has %lld channels, w takes %lld", op,
              (long long)x->dim[1], (long long)w->dim[0]);
-    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &channels) || channels % c.groups == 0,
-             "%s: %lld channels cannot be split into %lld groups", op, (long long)channels, (long long)c.groups);
+    OM_CHECK(g->cx, !om_dim_const(g, w->dim[0], &channels) || channels % groups == 0,
+             "%s: %lld channels cannot be split into %lld groups", op, (long long)channels, (long long)groups);
     *out = *x;
-    out->dim[1] = om_dim_mul(g, w->dim[1], c.groups);
-    for (int i = 0; i < c.nd; i++) { /* (in - 1) stride - lo - hi + dil (k - 1) + 1 + out_pad */
-        OM_CHECK(g->cx, more[i] >= 0 && more[i] < (c.stride[i] > c.dil[i] ? c.stride[i] : c.dil[i]),
+    out->dim[1] = om_dim_mul(g, w->dim[1], groups);
+    for (int i = 0; i < win.axes; i++) {
+        OM_CHECK(g->cx, more[i] >= 0 && more[i] < (win.stride[i] > win.dil[i] ? win.stride[i] : win.dil[i]),
                  "%s: out_pad %lld along spatial axis %d; at least 0 and less than the stride or the dilation", op,
                  (long long)more[i], i);
-        om_dim span = om_dim_add(g, om_dim_mul(g, om_dim_sub(g, w->dim[2 + i], 1), c.dil[i]), 1 + more[i]);
-        om_dim size = om_dim_add(g, om_dim_mul(g, om_dim_sub(g, x->dim[2 + i], 1), c.stride[i]), span);
-        size = om_dim_sub(g, size, c.lo[i] + c.hi[i]);
-        int64_t known;
-        OM_CHECK(g->cx, !om_dim_const(g, size, &known) || known >= 1, "%s: the result has size %lld along spatial axis "
-                 "%d", op, (long long)known, i);
-        out->dim[2 + i] = size;
+        OM_TRY(om_window_length(g, n, &win, i, x->dim[2 + i], w->dim[2 + i], more[i], &out->dim[2 + i]));
     }
     return OM_OK;
 }
@@ -155,17 +122,17 @@ static om_status conv_transpose_grad(om_builder *b, const om_node *n, const om_i
     om_graph *g = b->g;
     const om_id x = om_ins(g, n)[0], w = om_ins(g, n)[1];
     const om_type xt = *om_ty(g, x);
-    conv_attr c = {0};
-    int64_t more[3];
+    om_window win;
+    int64_t more[OM_WINDOW_AXES];
     om_dim lo[OM_RANK] = {0}, hi[OM_RANK] = {0}, wants[3] = {0, 1, 0};
     om_attr attr[8];
     int k = 0;
-    OM_TRY(conv_attrs(g, n, xt.rank - 2, &c));
-    OM_TRY(attr_ints(g, n, "out_pad", c.nd, 0, more));
+    OM_TRY(om_window_read(g, n, xt.rank - 2, &win));
+    OM_TRY(attr_ints(g, n, "out_pad", win.axes, 0, more));
     for (int i = 0; i < n->n_attr && k < 7; i++)
         if (strcmp(n->attr[i].name, "out_pad")) attr[k++] = n->attr[i];
     bool longer = false;
-    for (int i = 0; i < c.nd; i++) longer |= (hi[2 + i] = more[i] / c.stride[i]) > 0;
+    for (int i = 0; i < win.axes; i++) longer |= (hi[2 + i] = more[i] / win.stride[i]) > 0;
     if (want[0]) {
         dx[0] = om_make(g, &om_op_conv, OM_IN(dy[0], w), attr, k);
         for (int i = 2; i < xt.rank && g->cx->status == OM_OK; i++)
@@ -184,38 +151,32 @@ static om_status conv_transpose_grad(om_builder *b, const om_node *n, const om_i
 
 /* --- windows as columns ------------------------------------------------------------------------------------ */
 
-/* kernel, and the product of its sizes; how many windows lie in size[nd] */
-static om_status patches_of(om_graph *g, const om_node *n, conv_attr *c, int64_t *kernel, int64_t *taps,
-                            const om_dim *size, int nd, om_dim *windows) {
-    const om_attr *a = om_attr_get(n->attr, n->n_attr, "kernel");
-    OM_CHECK(g->cx, a && a->kind == OM_ATTR_DIMS && (int)a->n == nd && nd >= 1 && nd <= 3,
-             "%s: kernel must list as many sizes as there are spatial axes, 1 to 3", n->op->name);
-    OM_TRY(conv_attrs(g, n, nd, c));
-    OM_TRY(attr_ints(g, n, "kernel", nd, 1, kernel));
+/* How many elements a window has, and how many windows lie in size[nd]. */
+static om_status patches_of(om_graph *g, const om_node *n, const om_dim *size, int nd, int64_t *taps, om_dim *windows) {
+    om_window win;
+    int axes;
+    OM_TRY(om_window_axes(g, n, &axes));
+    OM_CHECK(g->cx, axes == nd, "%s: kernel must list as many sizes as there are spatial axes, %d; it lists %d",
+             n->op->name, nd, axes);
+    OM_TRY(om_window_read(g, n, nd, &win));
     *taps = 1;
     *windows = 1;
     for (int i = 0; i < nd; i++) {
-        OM_CHECK(g->cx, kernel[i] >= 1 && kernel[i] <= INT32_MAX / *taps && c->dil[i] <= INT32_MAX / kernel[i],
-                 "%s: kernel %lld, dilation %lld along spatial axis %d; a window has and spans 1 to 2^31 - 1 elements",
-                 n->op->name, (long long)kernel[i], (long long)c->dil[i], i);
-        *taps *= kernel[i];
-        om_dim room = om_dim_sub(g, om_dim_add(g, size[i], c->lo[i] + c->hi[i]), c->dil[i] * (kernel[i] - 1) + 1);
-        int64_t r;
-        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r >= 0,
-                 "%s: the kernel is larger than the padded input along spatial axis %d", n->op->name, i);
-        *windows = om_dim_mul(g, *windows, om_dim_add(g, om_dim_div(g, room, c->stride[i]), 1));
+        om_dim count;
+        OM_TRY(om_window_count(g, n, &win, i, size[i], win.k[i], &count));
+        *taps *= win.k[i];
+        *windows = om_dim_mul(g, *windows, count);
     }
     return OM_OK;
 }
 
 static om_status im2col_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
-    conv_attr c = {0};
-    int64_t kernel[3], taps;
+    int64_t taps;
     om_dim windows;
     OM_CHECK(g->cx, x->rank >= 3 && x->rank <= 5 && om_is_float(x->dtype),
              "im2col: x is %s of rank %d; floats of rank 3 to 5 are needed", om_dtype_name(x->dtype), x->rank);
-    OM_TRY(patches_of(g, n, &c, kernel, &taps, x->dim + 2, x->rank - 2, &windows));
+    OM_TRY(patches_of(g, n, x->dim + 2, x->rank - 2, &taps, &windows));
     *out = *x;
     out->rank = 3;
     out->dim[1] = om_dim_mul(g, x->dim[1], taps);
@@ -226,13 +187,12 @@ static om_status im2col_infer(om_graph *g, const om_node *n, om_type *out) {
 static om_status col2im_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_type *x = om_ty(g, om_ins(g, n)[0]);
     const om_attr *size;
-    conv_attr c = {0};
-    int64_t kernel[3], taps, rows;
+    int64_t taps, rows;
     om_dim windows;
     OM_CHECK(g->cx, x->rank == 3 && om_is_float(x->dtype), "col2im: x is %s of rank %d; floats of rank 3 are needed",
              om_dtype_name(x->dtype), x->rank);
     OM_TRY(attr_shape(g, n, "size", &size));
-    OM_TRY(patches_of(g, n, &c, kernel, &taps, size->dims, (int)size->n, &windows));
+    OM_TRY(patches_of(g, n, size->dims, (int)size->n, &taps, &windows));
     OM_CHECK(g->cx, om_dim_const(g, x->dim[1], &rows) && rows % taps == 0,
              "col2im: %lld rows are no multiple of the %lld elements of a window", (long long)x->dim[1],
              (long long)taps);

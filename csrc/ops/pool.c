@@ -6,66 +6,33 @@
  * input (count_include_pad) or to the input.
  */
 #include "ops/attr.h"
-
-enum { POOL_AXES = 3 };
+#include "ops/window.h"
 
 /* --- types --------------------------------------------------------------------------------------------- */
 
-/* Spatial sizes of a pooling with a kernel. */
-static om_status pool_shape(om_graph *g, const om_node *n, const om_type *x, int *axes, om_type *y) {
-    const om_attr *kernel = om_attr_get(n->attr, n->n_attr, "kernel");
-    const char *op = n->op->name;
-    int64_t k[POOL_AXES], s[POOL_AXES], p[POOL_AXES], d[POOL_AXES], taps = 1;
-    OM_CHECK(g->cx, kernel && kernel->kind == OM_ATTR_DIMS && kernel->n >= 1 && kernel->n <= POOL_AXES,
-             "%s: kernel must list 1 to 3 sizes", op);
-    int nd = *axes = (int)kernel->n;
-    OM_CHECK(g->cx, x->rank >= nd + 1 && om_is_float(x->dtype),
-             "%s: x is %s of rank %d; floats of rank %d or more are needed", op, om_dtype_name(x->dtype), x->rank,
-             nd + 1);
-    OM_TRY(attr_ints(g, n, "kernel", nd, 1, k));
-    OM_TRY(attr_ints(g, n, "stride", nd, 0, s));
-    OM_TRY(attr_ints(g, n, "pad", nd, 0, p));
-    OM_TRY(attr_ints(g, n, "dilation", nd, 1, d));
+/* Sizes of a pooling with a kernel. */
+static om_status pool_shape(om_graph *g, const om_node *n, om_type *y) {
+    const om_type *x = om_ty(g, om_ins(g, n)[0]);
+    om_window w;
+    int axes;
+    OM_TRY(om_window_axes(g, n, &axes));
+    OM_CHECK(g->cx, x->rank >= axes + 1 && om_is_float(x->dtype),
+             "%s: x is %s of rank %d; floats of rank %d or more are needed", n->op->name, om_dtype_name(x->dtype),
+             x->rank, axes + 1);
+    OM_TRY(om_window_read(g, n, axes, &w));
     *y = *x;
-    for (int i = 0; i < nd; i++) {
-        if (!om_attr_get(n->attr, n->n_attr, "stride")) s[i] = k[i];
-        OM_CHECK(g->cx,
-                 k[i] < 1 || (k[i] <= INT32_MAX / taps && d[i] <= INT32_MAX / k[i] && s[i] <= INT32_MAX &&
-                              p[i] <= INT32_MAX),
-                 "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; a window may have and "
-                 "span 2^31 - 1 elements at most",
-                 op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
-        OM_CHECK(
-            g->cx, k[i] >= 1 && s[i] >= 1 && d[i] >= 1 && p[i] >= 0 && 2 * p[i] <= d[i] * (k[i] - 1) + 1,
-            "%s: kernel %lld, stride %lld, pad %lld, dilation %lld along pooled axis %d; kernel, stride and dilation "
-            "must be at least 1, pad at most half the kernel",
-            op, (long long)k[i], (long long)s[i], (long long)p[i], (long long)d[i], i);
-        taps *= k[i];
-        om_dim in = x->dim[x->rank - nd + i], *out = &y->dim[x->rank - nd + i];
-        om_dim room = om_dim_sub(g, om_dim_add(g, in, 2 * p[i]), d[i] * (k[i] - 1) + 1);
-        int64_t r;
-        bool ceil_mode = om_node_int(n, "ceil", 0) != 0;
-        OM_CHECK(g->cx, !om_dim_const(g, room, &r) || r + (ceil_mode ? s[i] - 1 : 0) >= 0,
-                 "%s: the kernel is larger than the padded input along pooled axis %d", op, i);
-        *out = om_dim_add(g, om_dim_div(g, ceil_mode ? om_dim_add(g, room, s[i] - 1) : room, s[i]), 1);
-        if (ceil_mode) /* (out - 1) * stride < in + pad */
-            *out = om_dim_min(
-                g, *out, om_dim_add(g, om_dim_div(g, om_dim_sub(g, om_dim_add(g, in, p[i]), 1), s[i]), 1));
+    for (int i = 0; i < axes; i++) {
+        const int at = x->rank - axes + i;
+        OM_TRY(om_window_count(g, n, &w, i, x->dim[at], w.k[i], &y->dim[at]));
     }
     return OM_OK;
 }
 
 static om_status max_pool_infer(om_graph *g, const om_node *n, om_type *out) {
-    int axes;
-    OM_TRY(pool_shape(g, n, om_ty(g, om_ins(g, n)[0]), &axes, &out[0]));
+    OM_TRY(pool_shape(g, n, &out[0]));
     out[1] = out[0];
     out[1].dtype = OM_I64;
     return OM_OK;
-}
-
-static om_status avg_pool_infer(om_graph *g, const om_node *n, om_type *out) {
-    int axes;
-    return pool_shape(g, n, om_ty(g, om_ins(g, n)[0]), &axes, out);
 }
 
 static om_status adaptive_infer(om_graph *g, const om_node *n, om_type *out) {
@@ -73,7 +40,7 @@ static om_status adaptive_infer(om_graph *g, const om_node *n, om_type *out) {
     const om_attr *size;
     OM_TRY(attr_shape(g, n, "size", &size));
     OM_CHECK(
-        g->cx, size->n >= 1 && size->n <= POOL_AXES && x->rank > (int)size->n && om_is_float(x->dtype),
+        g->cx, size->n >= 1 && size->n <= OM_WINDOW_AXES && x->rank > (int)size->n && om_is_float(x->dtype),
         "%s: x is %s of rank %d and size has %u entries; floats and 1 to 3 entries, fewer than the rank, are needed",
         n->op->name, om_dtype_name(x->dtype), x->rank, size->n);
     *out = *x;
@@ -116,7 +83,7 @@ static om_status max_pool_grad_infer(om_graph *g, const om_node *n, om_type *out
     OM_CHECK(g->cx, idx->dtype == OM_I64 && idx->rank == dy->rank,
              "max_pool_grad: idx is %s of rank %d; i64 of dy's rank %d is needed", om_dtype_name(idx->dtype), idx->rank,
              dy->rank);
-    OM_CHECK(g->cx, axes >= 1 && axes <= POOL_AXES && axes < dy->rank,
+    OM_CHECK(g->cx, axes >= 1 && axes <= OM_WINDOW_AXES && axes < dy->rank,
              "max_pool_grad: %lld pooled axes of a tensor of rank %d", (long long)axes, dy->rank);
     return pool_grad_infer(g, n, out);
 }
@@ -139,7 +106,7 @@ static om_status avg_pool_grad_build(om_builder *b, const om_node *n, const om_i
 
 const om_op om_op_avg_pool = {
     OM_OP(avg_pool), .kind = OM_K_CONV, .min_in = 1, .max_in = 1, .n_out = 1,
-    .infer = avg_pool_infer, .grad = avg_pool_grad_build,
+    .infer = pool_shape, .grad = avg_pool_grad_build,
 };
 const om_op om_op_avg_pool_grad = {
     OM_OP(avg_pool_grad),

@@ -11,7 +11,7 @@ enum { RUN = 128 }; /* sums are in T up to this many terms, in double above */
 
 /* Output positions [*lo, *hi) along axis a whose tap t falls into the image; input position = out * stride + *first. */
 static inline void tap_range(const om_conv_geo *g, int a, int64_t t, int64_t *lo, int64_t *hi, int64_t *first) {
-    const int64_t s = g->stride[a], f = t * g->dil[a] - g->lo[a];
+    const int64_t s = g->w.stride[a], f = t * g->w.dil[a] - g->w.lo[a];
     int64_t l = f >= 0 ? 0 : (-f + s - 1) / s, h = g->in[a] - f <= 0 ? 0 : (g->in[a] - f + s - 1) / s;
     if (h > g->out[a]) h = g->out[a];
     *lo = l < h ? l : h;
@@ -23,22 +23,22 @@ typedef struct tap { int64_t lo[3], hi[3], first[3]; } tap;
 
 static inline tap tap_of(const om_conv_geo *g, int64_t t) {
     tap r;
-    tap_range(g, 2, t % g->k[2], &r.lo[2], &r.hi[2], &r.first[2]);
-    tap_range(g, 1, t / g->k[2] % g->k[1], &r.lo[1], &r.hi[1], &r.first[1]);
-    tap_range(g, 0, t / g->k[2] / g->k[1], &r.lo[0], &r.hi[0], &r.first[0]);
+    tap_range(g, 2, t % g->w.k[2], &r.lo[2], &r.hi[2], &r.first[2]);
+    tap_range(g, 1, t / g->w.k[2] % g->w.k[1], &r.lo[1], &r.hi[1], &r.first[1]);
+    tap_range(g, 0, t / g->w.k[2] / g->w.k[1], &r.lo[0], &r.hi[0], &r.first[0]);
     return r;
 }
 
 /* Offset in the input plane of the pixel that tap p reads for output pixel (d, h, 0). */
 static inline int64_t tap_line(const om_conv_geo *g, const tap *p, int64_t d, int64_t h) {
-    return ((d * g->stride[0] + p->first[0]) * g->in[1] + h * g->stride[1] + p->first[1]) * g->in[2] + p->first[2];
+    return ((d * g->w.stride[0] + p->first[0]) * g->in[1] + h * g->w.stride[1] + p->first[1]) * g->in[2] + p->first[2];
 }
 
 #define CONV(S, T)                                                                                                     \
     static void im2col_##S(const om_conv_geo *g, const void *x_, void *col_, int64_t row_step, int64_t image_step,     \
                            int64_t r0, int64_t r1) {                                                                   \
         const T *x = x_;                                                                                               \
-        const int64_t ow = g->out[2], s = g->stride[2];                                                                \
+        const int64_t ow = g->out[2], s = g->w.stride[2];                                                              \
         for (int64_t r = r0; r < r1; r++) {                                                                            \
             const int64_t t = r % g->taps, c = r / g->taps % g->cg, b = r / g->taps / g->cg;                           \
             const tap p = tap_of(g, t);                                                                                \
@@ -63,7 +63,7 @@ static inline int64_t tap_line(const om_conv_geo *g, const tap *p, int64_t d, in
     /* lines of one tap: OUT(offset in output plane), IN(offset in input plane); n pixels, input step s */             \
     static inline __attribute__((always_inline)) void add_taps_##S(const om_conv_geo *g, const tap *p, T *to,          \
                                                                    int to_input, const T *from, T a) {                 \
-        const int64_t s = g->stride[2], n = p->hi[2] - p->lo[2];                                                       \
+        const int64_t s = g->w.stride[2], n = p->hi[2] - p->lo[2];                                                     \
         for (int64_t d = p->lo[0]; d < p->hi[0]; d++)                                                                  \
             for (int64_t h = p->lo[1]; h < p->hi[1]; h++) {                                                            \
                 const int64_t in = tap_line(g, p, d, h) + p->lo[2] * s;                                                \
