@@ -11,6 +11,7 @@
  */
 #include "onnx/onnx.h"
 #include "ops/strip.h"
+#include "ops/window.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -641,21 +642,20 @@ static void rule_cross_entropy(writer *w, const char *onnx) {
 
 /* pad: begins, then ends, or one number per axis for both */
 static void write_pads(writer *w, int spatial) {
-    int64_t v[6] = {0};
-    const int n = attr_known(w, "pad", v, 6);
+    int64_t v[2 * OM_WINDOW_AXES] = {0};
+    const int n = attr_known(w, "pad", v, 2 * OM_WINDOW_AXES);
     if (n < 2 * spatial)
         for (int i = 2 * spatial - 1; i >= 0; i--) v[i] = v[n > 1 ? i % spatial : 0];
     write_ints(w, "pads", v, 2 * spatial);
 }
 static void write_window(writer *w, const char *const (*names)[2], int n_names, int spatial) {
     for (int k = 0; k < n_names; k++) {
-        int64_t v[6];
-        int n = attr_known(w, names[k][0], v, 3);
+        int64_t v[OM_WINDOW_AXES];
+        int n = attr_known(w, names[k][0], v, OM_WINDOW_AXES);
         if (n == 0) continue;
         for (int i = n; i < spatial; i++) v[i] = v[0];
-        bool pads = !strcmp(names[k][1], "pads");
-        for (int i = 0; pads && i < spatial; i++) v[spatial + i] = v[i];
-        write_ints(w, names[k][1], v, pads ? 2 * spatial : spatial);
+        if (!strcmp(names[k][1], "pads")) write_pads(w, spatial);
+        else write_ints(w, names[k][1], v, spatial);
     }
 }
 static void rule_conv(writer *w, const char *onnx) {

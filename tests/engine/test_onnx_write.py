@@ -50,6 +50,15 @@ def test_write_attention_turned(lead: tuple[int, ...]) -> None:
     np.testing.assert_allclose(got, want.numpy(), rtol=2e-5, atol=2e-5)
 
 
+def test_write_uneven_pads_of_a_convolution() -> None:
+    x, w = f(2, 3, 7, 8), f(5, 3, 2, 4)
+    text = "graph {\n input x: f32[2, 3, 7, 8]\n input w: f32[5, 3, 2, 4]\n y = conv(x, w) {pad=[0, 1, 1, 2]}\n output y\n}"
+    g = Graph.parse(text).verify()
+    (want,) = g.run([torch.from_numpy(x), torch.from_numpy(w)], 1)
+    (got,) = reference(onnx.load_from_string(written(g)), {"x": x, "w": w})
+    np.testing.assert_allclose(got, want.numpy(), rtol=2e-5, atol=2e-5)
+
+
 def test_written_shapes_and_roles_are_read_back() -> None:
     m, _ = shape_model()
     g = Graph.onnx(m.SerializeToString()).apply("fold", "simplify", "cse", "dce")
