@@ -33,6 +33,7 @@ MARCH_generic :=
 MARCH_avx2    := -march=x86-64-v3
 MARCH_avx512  := -march=x86-64-v4
 OBJ    := $(SRC:csrc/%.c=$(B)/%.o) $(B)/gen/onnx.pb-c.o $(foreach i,$(ISAS),$(KSRC:csrc/%.k.c=$(if $(filter $(i),$(OWN)),$(B),$(KB))/%.$(i).o))
+WRITE  := $(patsubst csrc/%.c,$(B)/%.o,$(wildcard csrc/tools/onnx_write*.c))   # of tools/, what writes ONNX
 LIBS   := -lm -lpthread -ldl
 PBC     = $(shell for d in /usr/lib/$(TRIPLET) /usr/lib64 /usr/lib /usr/local/lib; do [ -f $$d/libprotobuf-c.a ] && echo $$d/libprotobuf-c.a && break; done)
 
@@ -160,7 +161,7 @@ lib-files: $(LIB)
 	@:
 $(B)/libom.a: $(OBJ)
 	@rm -f $@ && ar rcs $@ $(OBJ)
-$(B)/libom.so: $(OBJ) $(B)/tools/onnx_write.o $(B)/checking.o   # for tests, by ctypes
+$(B)/libom.so: $(OBJ) $(WRITE) $(B)/checking.o   # for tests, by ctypes
 	@$(CC) -shared -Wl,-Bsymbolic -Wl,-z,defs -o $@ $^ $(PBC) $(LIBS)
 
 $(B)/checking.o: tests/device/checking.c | $(B)/gen/onnx.pb-c.c   # a device that reads no address of the host's and runs late
@@ -190,8 +191,8 @@ $(B)/sabotage/sabotage.o: tests/sabotage/sabotage.c | $(B)/gen/onnx.pb-c.c
 $(B)/sabotage/%.o: csrc/%.c | $(B)/gen/onnx.pb-c.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) -DOM_SABOTAGE_BUILD -c $< -o $@
-$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
-	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(B)/tools/onnx_write.o $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
+$(B)/sabotage.so: $(SAB_OBJ) $(OBJ) $(WRITE) $(PYOBJ) $(B)/checking.o
+	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(SAB_OBJ) $(filter-out $(SABOTAGED:%=$(B)/%.o),$(OBJ)) $(WRITE) $(B)/checking.o $(PYOBJ) $(PBC) $(LIBS)
 
 # --- the same engine with AMX tiles emulated in C (csrc/cpu/kernels/amx.h): what an AMX machine would compute, tests/ops/test_matmul_amx.py ----
 AMX_OBJ := $(B)/amx/cpu/isa.o $(foreach k,gemm_amx attention_amx,$(ISAS:%=$(B)/amx/cpu/kernels/$(k).%.o))
@@ -207,7 +208,7 @@ $(foreach i,$(ISAS),$(eval $(call AMX_RULE,$(i))))
 $(B)/amx/tiles.o: tests/amx/tiles.c
 	@mkdir -p $(@D)
 	@$(CC) $(CBASE) $(KFLAGS) -DOM_AMX_EMULATED -c $< -o $@
-$(B)/amx.so: $(AMX_OBJ) $(B)/amx/tiles.o $(OBJ) $(B)/tools/onnx_write.o $(PYOBJ) $(B)/checking.o
+$(B)/amx.so: $(AMX_OBJ) $(B)/amx/tiles.o $(OBJ) $(WRITE) $(PYOBJ) $(B)/checking.o
 	@$(CC) -shared -Wl,-Bsymbolic -o $@ $(filter-out $(AMX_OBJ:$(B)/amx/%=$(B)/%),$^) $(PBC) $(LIBS)
 # has this processor's tile product the emulation's bits? tests/amx/compare.c
 $(B)/amx/native.o: tests/amx/tiles.c
@@ -231,8 +232,8 @@ $(B)/om-ops: $(B)/tools/om_ops.o $(B)/libom.a csrc/graph/graph.c   # notes the n
 	@$(CC) $(CBASE) -DOM_TRACE_OPS -MF $@.d -c csrc/graph/graph.c -o $(B)/graph.traced.o
 	@$(CC) -o $@ $(B)/tools/om_ops.o $(B)/graph.traced.o $(B)/libom.a $(PBC) $(LIBS)
 
-$(B)/om-alloc: tests/alloc/alloc_fail.c $(B)/tools/onnx_write.o $(B)/libom.a   # fails every allocation once (tests/engine/test_alloc.py)
-	@$(CC) $(CBASE) -MF $@.d $< $(B)/tools/onnx_write.o $(B)/libom.a $(PBC) $(LIBS) -o $@
+$(B)/om-alloc: tests/alloc/alloc_fail.c $(WRITE) $(B)/libom.a   # fails every allocation once (tests/engine/test_alloc.py)
+	@$(CC) $(CBASE) -MF $@.d $< $(WRITE) $(B)/libom.a $(PBC) $(LIBS) -o $@
 $(B)/om-foreign: tests/device/foreign.c $(B)/libom.a   # a device with memory of its own (tests/engine/test_device.py)
 	@$(CC) $(CBASE) -MF $@.d $< $(B)/libom.a $(PBC) $(LIBS) -o $@
 
@@ -319,8 +320,8 @@ fuzz-files: fuzz-built   ## fuzz what a device reads (checkpoints, packed files)
 	OM_FUZZ_TRAINER=$(B)/fuzz-$(FUZZ_CC)/files/0.omd $(B)/fuzz-$(FUZZ_CC)/fuzz_files -max_total_time=$(FUZZ_S) -max_len=32768 -timeout=5 -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=$(B)/fuzz-$(FUZZ_CC)/ $(FUZZ_SAME) $(if $(filter clang%,$(FUZZ_CC)),$(B)/fuzz-$(FUZZ_CC)/files-corpus) $(B)/fuzz-$(FUZZ_CC)/files
 $(B)/fuzz_files: $(OBJ) tests/ondevice/fuzz_files.c tests/fuzz/fuzz.h tests/fuzz/blind.c
 	@$(CC) $(CBASE) -DFUZZ_MAX_LEN=32768 -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/ondevice/fuzz_files.c $(OBJ) $(PBC) $(LIBS) -o $@
-$(B)/fuzz_onnx: $(OBJ) $(B)/tools/onnx_write.o tests/fuzz/fuzz_onnx.c tests/fuzz/fuzz.h tests/fuzz/blind.c
-	@$(CC) $(CBASE) -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/fuzz/fuzz_onnx.c $(OBJ) $(B)/tools/onnx_write.o $(PBC) $(LIBS) -o $@
+$(B)/fuzz_onnx: $(OBJ) $(WRITE) tests/fuzz/fuzz_onnx.c tests/fuzz/fuzz.h tests/fuzz/blind.c
+	@$(CC) $(CBASE) -MF $@.d $(if $(filter clang%,$(CC)),-fsanitize=fuzzer,tests/fuzz/blind.c) tests/fuzz/fuzz_onnx.c $(OBJ) $(WRITE) $(PBC) $(LIBS) -o $@
 
 # --- chosen tests under ASAN and UBSAN, the engine and its AVX2 kernels included. Kernels are not vectorised there: rows that measure accuracy
 # (two of softmax in f32) may miss their bound, nothing else may. --capture=sys: a report is not lost when the process aborts ----------------

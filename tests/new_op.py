@@ -127,7 +127,7 @@ def pointwise(name: str, given: dict[str, str]) -> None:
     if spelled and aten:
         print(f"then: make ext lib && {sys.executable} -m pytest tests/ops/test_pointwise.py -k {name}")
     else:
-        print("no plain spelling: rules in csrc/onnx/elementwise.c, csrc/tools/onnx_write.c, ortmodule/capture/ops_math.py, "
+        print("no plain spelling: rules in csrc/onnx/elementwise.c, csrc/tools/onnx_write_math.c, ortmodule/capture/ops_math.py, "
               "a value in tests/ops/test_pointwise.py")
 
 
