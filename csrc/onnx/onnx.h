@@ -1,5 +1,6 @@
-/* onnx.h - what the files of the ONNX reader share: onnx/wire.c (is it protobuf?), onnx/read.c (model, values, types),
- * onnx/size.c (shape arithmetic as size expressions), onnx/map.h and its files (the tables of operators).
+/* onnx.h - what the files of the ONNX reader share: onnx/wire.c (is it protobuf?), onnx/read.h and its files (model,
+ * values, types), onnx/size.c (shape arithmetic as size expressions), onnx/map.h and its files (the tables of
+ * operators).
  *
  * A value of the file (om_onnx_val) is known in up to three ways: as a literal of the file, as a value of the graph
  * being built, and, for integer tensors of rank 0 or 1 with at most OM_ONNX_LIST elements, as a list of size
