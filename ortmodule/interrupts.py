@@ -46,9 +46,7 @@ def whole(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _end(error: BaseException, before: private.Modes, names: list[tuple[Any, str, Any]]) -> None:
     _let_go(error, set())
     patches.end()
-    for owner, name, value in names:  # a block that has ended only now may have put back what it had found
-        if vars(owner).get(name) is not value:
-            setattr(owner, name, value)
+    patches.put_back(names)  # a block that has ended only now may have put back what it had found
     private.put_modes(before)
 
 

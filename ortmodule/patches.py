@@ -31,7 +31,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from . import _C, forks
@@ -163,12 +163,17 @@ def _put_back(interrupted: bool) -> None:
     _layers.clear()
     if interrupted:
         _C.watch_end()
-        for patch in _found:
-            if _read(patch.owner, patch.name) is not patch.value:
-                _write(*patch)
+        put_back(_found)
     _found.clear()
     if refused is not None:
         raise refused
+
+
+def put_back(rows: Iterable[tuple[Any, Any, Any]]) -> None:
+    """(owner, name, value): names that stand for something else by now."""
+    for owner, name, value in rows:
+        if _read(owner, name) is not value:
+            _write(owner, name, value)
 
 
 def _forked() -> None:
