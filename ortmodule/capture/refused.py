@@ -23,12 +23,13 @@ import builtins
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from time import perf_counter
 from types import FrameType, FunctionType
@@ -663,6 +664,17 @@ class SilentProcesses(private.DispatchMode):  # type: ignore[misc]
 # --- a module whose eval mode computes something else ----------------------------------------------
 
 
+def _one_kernel(layer: Any, needed: Iterable[Tensor]) -> bool:
+    """May PyTorch compute an encoder's layer by one kernel? In eval mode, where none of these needs a gradient, and not
+    under CUDA's autocast, whatever the device."""
+    return bool(
+        not layer.training
+        and torch.backends.mha.get_fastpath_enabled()
+        and not torch.is_autocast_enabled()
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in needed))
+    )
+
+
 def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
     """nn.TransformerEncoder.forward: in eval mode without gradients PyTorch drops padding and returns zeros in its
     place, if the mask's values allow it. A trace takes the other way."""
@@ -679,10 +691,7 @@ def _encoder(original: Callable[..., Any]) -> Callable[..., Any]:
             src_key_padding_mask is not None
             and mask is None
             and getattr(self, "use_nested_tensor", False)
-            and not self.layers[0].training
-            and torch.backends.mha.get_fastpath_enabled()
-            and not torch.is_autocast_enabled()
-            and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters()))
+            and _one_kernel(self.layers[0], self.layers[0].parameters())
         ):
             raise _noted(NotRepeatable(
                 "nn.TransformerEncoder in eval mode drops padding (nested tensors) as the mask's values allow; "
@@ -701,17 +710,14 @@ def _encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         found, attn = original(self, src, *args, **kwargs), self.self_attn
         if (
             torch.is_autocast_enabled("cpu")
-            and not torch.is_autocast_enabled()  # PyTorch asks for that of CUDA
-            and torch.backends.mha.get_fastpath_enabled()
             and src.dim() == 3
-            and not self.training
             and attn.batch_first
             and attn.in_proj_bias is not None
             and attn._qkv_same_embed_dim
             and self.activation_relu_or_gelu
             and self.norm1.eps == self.norm2.eps
             and attn.num_heads % 2 == 0
-            and not (torch.is_grad_enabled() and any(x.requires_grad for x in (src, *self.parameters())))
+            and _one_kernel(self, itertools.chain([src], self.parameters()))
         ):
             return found.to(torch.get_autocast_dtype("cpu"))
         return found
