@@ -10,6 +10,7 @@
 #include "cuda/device.h"
 #include "cuda/optim_host.h"
 #include "python/dlpack.h"
+#include "python/update.h"
 
 #include <stdlib.h>
 
@@ -226,54 +227,42 @@ static PyObject *py_cuda_archs(PyObject *self, PyObject *none) {
 #define HEAD "device, stream, table, n_span, n_chunk"
 #define STEP HEAD ", lr_tensor, grad_scale, found_inf, seed"
 
+#define ADAM STEP ", " OM_PY_ADAM
+#define SGD STEP ", " OM_PY_SGD
+#define LAMB STEP ", " OM_PY_LAMB ", order"
+enum { STEP_N = 9 };
+
 static PyObject *py_cuda_adam(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (om_py_count(nargs, 17,
-                    "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"))
-        return NULL;
+    if (om_py_count(nargs, STEP_N + OM_PY_ADAM_N, "cuda_adam(" ADAM ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
-    om_adam_cfg *c = &o.adam;
-    double mode, bias;
-    double *const out[] = {&c->lr, &c->beta1, &c->beta2, &c->eps, &c->weight_decay, &c->inv_scale, &mode, &bias};
     int16_t device;
-    if (cuda_step_args(args, &t, &device, &o) || om_py_numbers(args + 9, out, 8)) return NULL;
-    c->mode = (int)mode, c->bias_correction = bias != 0;
+    if (cuda_step_args(args, &t, &device, &o) || om_py_adam(args + STEP_N, &o.adam)) return NULL;
     return cuda_run(om_gpu_adam, &t, &o);
 }
 
 static PyObject *py_cuda_sgd(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (om_py_count(nargs, 15, "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"))
-        return NULL;
+    if (om_py_count(nargs, STEP_N + OM_PY_SGD_N, "cuda_sgd(" SGD ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
-    om_sgd_cfg *c = &o.sgd;
-    double nesterov;
-    double *const out[] = {&c->lr, &c->momentum, &c->dampening, &c->weight_decay, &c->inv_scale, &nesterov};
     int16_t device;
-    if (cuda_step_args(args, &t, &device, &o) || om_py_numbers(args + 9, out, 6)) return NULL;
-    c->nesterov = nesterov != 0;
+    if (cuda_step_args(args, &t, &device, &o) || om_py_sgd(args + STEP_N, &o.sgd)) return NULL;
     return cuda_run(om_gpu_sgd, &t, &o);
 }
 
-#define LAMB                                                                                                          \
-    STEP ", lr, beta1, beta2, eps, weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, " \
-         "no_ratio, keep_grads, order"
 static PyObject *py_cuda_lamb(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (om_py_count(nargs, 23, "cuda_lamb(" LAMB ")")) return NULL;
+    if (om_py_count(nargs, STEP_N + OM_PY_LAMB_N + 1, "cuda_lamb(" LAMB ")")) return NULL;
     om_gpu_table t = {0};
     om_gpu_optim o = {0};
-    om_lamb_cfg *c = &o.lamb;
-    double bias, no_ratio, keep;
-    double *const out[] = {&c->lr, &c->beta1,       &c->beta2,     &c->eps,       &c->weight_decay,
-                           &c->l2, &c->grad_weight, &c->ratio_min, &c->ratio_max, &c->inv_scale,
-                           &bias,  &no_ratio,       &keep};
+    bool keep;
     int16_t device;
-    if (cuda_step_args(args, &t, &device, &o) || om_py_numbers(args + 9, out, 13) || cuda_order(args[22], device, &t))
+    if (cuda_step_args(args, &t, &device, &o) || om_py_lamb(args + STEP_N, &o.lamb, &keep) ||
+        cuda_order(args[STEP_N + OM_PY_LAMB_N], device, &t))
         return NULL;
-    c->bias_correction = bias != 0, c->no_ratio = no_ratio != 0, o.keep_grads = keep != 0;
+    o.keep_grads = keep;
     return cuda_run(om_gpu_lamb, &t, &o);
 }
 
@@ -515,8 +504,8 @@ PyMethodDef om_cuda_methods[] = {
                        "what the spans' streams "
                        "and first_out count by; None: places in the list."},
     {FAST(cuda_upload), "cuda_upload(" HEAD ", image): writes the table."},
-    {FAST(cuda_adam), "cuda_adam(" STEP ", lr, beta1, beta2, eps, weight_decay, inv_scale, mode, bias_correction)"},
-    {FAST(cuda_sgd), "cuda_sgd(" STEP ", lr, momentum, dampening, weight_decay, inv_scale, nesterov)"},
+    {FAST(cuda_adam), "cuda_adam(" ADAM ")"},
+    {FAST(cuda_sgd), "cuda_sgd(" SGD ")"},
     {FAST(cuda_lamb), "cuda_lamb(" LAMB "): order None: in three launches."},
     {FAST(cuda_lamb_order_size),
      "cuda_lamb_order_size(n_span, n_chunk): bytes of the order of a list for LAMB in one launch."},

@@ -10,6 +10,7 @@
 #include "python/pymodule.h"
 
 #include "python/dlpack.h"
+#include "python/update.h"
 #include "optim/list.h"
 
 #include <stdlib.h>
@@ -164,7 +165,7 @@ typedef struct step_kind {
     int (*read)(step_call *c, PyObject *const *args);
     om_status (*run)(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n);
 } step_kind;
-enum { STEP_ARGS = 21 }; /* of the longest */
+enum { STEP_ARGS = 8 + OM_PY_LAMB_N }; /* of the longest */
 
 /* Counter tensors: value + 1 into step; steps_write puts it back when the step is done. */
 static int steps_check(PyObject *seq, om_tensor *tmp, Py_ssize_t n) {
@@ -257,11 +258,7 @@ static PyObject *steps_all(const step_kind *kind, PyObject *const *args, Py_ssiz
 }
 
 static int adam_read(step_call *c, PyObject *const *args) {
-    om_adam_cfg *k = &c->c.adam;
-    double mode = 0, bias = 0;
-    double *const out[] = {&k->lr, &k->beta1, &k->beta2, &k->eps, &k->weight_decay, &k->inv_scale, &mode, &bias};
-    if (om_py_numbers(args + 8, out, 8)) return -1;
-    k->mode = (int)mode, k->bias_correction = bias != 0;
+    if (om_py_adam(args + 8, &c->c.adam)) return -1;
     return step_args_read(&c->a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]);
 }
 static om_status adam_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n) {
@@ -269,19 +266,16 @@ static om_status adam_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ss
 }
 
 static int sgd_read(step_call *c, PyObject *const *args) {
-    om_sgd_cfg *k = &c->c.sgd;
-    double nesterov = 0;
-    double *const out[] = {&k->lr, &k->momentum, &k->dampening, &k->weight_decay, &k->inv_scale, &nesterov};
-    if (om_py_numbers(args + 6, out, 6)) return -1;
-    k->nesterov = nesterov != 0;
+    if (om_py_sgd(args + 6, &c->c.sgd)) return -1;
     if (step_args_read(&c->a, args[0], args[1], args[2], NULL, NULL, args[3], args[4], args[5])) return -1;
-    const bool list = PyList_Check(args[12]);
-    if (list && PyList_Size(args[12]) != c->a.n) {
-        PyErr_Format(PyExc_ValueError, "first has %zd entries, expected %zd", PyList_Size(args[12]), c->a.n);
+    PyObject *const firsts = args[6 + OM_PY_SGD_N];
+    const bool list = PyList_Check(firsts);
+    if (list && PyList_Size(firsts) != c->a.n) {
+        PyErr_Format(PyExc_ValueError, "first has %zd entries, expected %zd", PyList_Size(firsts), c->a.n);
         return -1;
     }
     for (Py_ssize_t i = 0; i < c->a.n; i++) {
-        const int first = PyObject_IsTrue(list ? PyList_GetItem(args[12], i) : args[12]);
+        const int first = PyObject_IsTrue(list ? PyList_GetItem(firsts, i) : firsts);
         if (first < 0) return -1;
         c->a.ps[i].step = first ? 1 : 2;
     }
@@ -292,13 +286,7 @@ static om_status sgd_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssi
 }
 
 static int lamb_read(step_call *c, PyObject *const *args) {
-    om_lamb_cfg *k = &c->c.lamb;
-    double bias = 0, no_ratio = 0, keep = 0;
-    double *const out[] = {&k->lr,        &k->beta1,     &k->beta2,     &k->eps, &k->weight_decay, &k->l2,
-                           &k->grad_weight, &k->ratio_min, &k->ratio_max, &k->inv_scale, &bias, &no_ratio, &keep};
-    if (om_py_numbers(args + 8, out, 13)) return -1;
-    k->bias_correction = bias != 0, k->no_ratio = no_ratio != 0;
-    c->keep = keep != 0;
+    if (om_py_lamb(args + 8, &c->c.lamb, &c->keep)) return -1;
     return step_args_read(&c->a, args[0], args[1], args[2], args[3], args[4], args[5], args[6], args[7]);
 }
 static om_status lamb_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ssize_t n) {
@@ -310,17 +298,12 @@ static om_status lamb_run(om_ctx *cx, const step_call *c, Py_ssize_t from, Py_ss
     return s;
 }
 
-#define ADAM_USAGE                                                                                                     \
-    "adam_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, "             \
-    "weight_decay, inv_scale, mode, bias_correction)"
-#define SGD_USAGE                                                                                                      \
-    "sgd_step(params, grads, momentum_buffers, masters, store, seed, lr, momentum, dampening, weight_decay, "          \
-    "inv_scale, nesterov, first)"
-#define LAMB_USAGE                                                                                                     \
-    "lamb_step(params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, lr, beta1, beta2, eps, "             \
-    "weight_decay, l2, grad_weight, ratio_min, ratio_max, inv_scale, bias_correction, no_ratio, keep_grads)"
-static const step_kind step_adam = {"adam", ADAM_USAGE, 16, true, adam_read, adam_run};
-static const step_kind step_sgd = {"sgd", SGD_USAGE, 13, false, sgd_read, sgd_run};
+#define MOMENTS "params, grads, exp_avgs, exp_avg_sqs, steps, masters, store, seed, "
+#define ADAM_USAGE "adam_step(" MOMENTS OM_PY_ADAM ")"
+#define SGD_USAGE "sgd_step(params, grads, momentum_buffers, masters, store, seed, " OM_PY_SGD ", first)"
+#define LAMB_USAGE "lamb_step(" MOMENTS OM_PY_LAMB ")"
+static const step_kind step_adam = {"adam", ADAM_USAGE, 8 + OM_PY_ADAM_N, true, adam_read, adam_run};
+static const step_kind step_sgd = {"sgd", SGD_USAGE, 6 + OM_PY_SGD_N + 1, false, sgd_read, sgd_run};
 static const step_kind step_lamb = {"lamb", LAMB_USAGE, STEP_ARGS, true, lamb_read, lamb_run};
 
 static PyObject *py_adam_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
