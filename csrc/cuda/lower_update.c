@@ -46,10 +46,12 @@ static void ins_at(om_lower *l, om_gpu_update *g, int first, int n) {
 
 om_status om_lower_adamw(om_lower *l) {
     const om_args *a = l->a;
-    const om_gpu_update c = {.beta1 = om_args_float(a, "alpha", 0.9), .beta2 = om_args_float(a, "beta", 0.999),
-                             .eps = om_args_float(a, "epsilon", 1e-8), .decay = om_args_float(a, "weight_decay", 1e-2),
-                             .mode = om_args_int(a, "adam_mode", 0) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
-                             .correct = om_args_int(a, "correct_bias", 1) != 0};
+    const om_gpu_update c = {
+#define ADAMW(field, name, dflt) .field = om_args_float(a, name, dflt),
+#define ADAMW_MODE(field, name, dflt) .field = om_args_int(a, name, dflt) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
+#define ADAMW_FLAG(field, name, dflt) .field = om_args_int(a, name, dflt) != 0,
+#include "ops/optimizer.def"
+    };
     for (int k = 0; k < (a->n_in - 3) / 4; k++) {
         const int first = 3 + 4 * k;
         om_gpu_update p = c;
@@ -99,12 +101,13 @@ static void lamb_scalars_at(om_lower *l, om_gpu_update *g) {
 
 om_status om_lower_lamb(om_lower *l) {
     const om_args *a = l->a;
-    const om_gpu_update c = {.beta1 = om_args_float(a, "alpha", 0.9), .beta2 = om_args_float(a, "beta", 0.999),
-                             .eps = om_args_float(a, "epsilon", 1e-6), .decay = om_args_float(a, "lambda", 0),
-                             .ratio_min = om_args_float(a, "ratio_min", -INFINITY),
-                             .ratio_max = om_args_float(a, "ratio_max", INFINITY),
-                             .correct = om_args_int(a, "do_bias_correction", 1) != 0,
-                             .max_norm = given(a, 2) ? om_args_float(a, "max_norm_clip", 1.0) : 0};
+    const om_gpu_update c = {
+#define LAMB(field, name, dflt) .field = om_args_float(a, name, dflt),
+#define LAMB_CLIP(field, name, dflt) .field = given(a, 2) ? om_args_float(a, name, dflt) : 0,
+#define LAMB_FLAG(field, name, dflt) .field = om_args_int(a, name, dflt) != 0,
+#define LAMB_RATIO(field, name, dflt) .field = om_args_float(a, name, dflt),
+#include "ops/optimizer.def"
+    };
     for (int k = 0; k < (a->n_in - 5) / 5; k++) {
         const int first = 5 + 5 * k, out = 1 + 5 * k;
         om_gpu_update p = c;

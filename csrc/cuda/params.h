@@ -408,8 +408,8 @@ typedef struct om_gpu_update {
     const om_gpu_fault *guard;
     double *sums;              /* LAMB: two of each block */
     int64_t n, blocks;
-    double beta1, beta2, eps, decay, max_norm, ratio_min, ratio_max;
-    int32_t mode, correct, in_type[5], lr_type, scale_type, norm_type;
+    double beta1, beta2, eps, weight_decay, max_norm, ratio_min, ratio_max;
+    int32_t mode, bias_correction, in_type[5], lr_type, scale_type, norm_type;
 } om_gpu_update;
 
 /* sums: of squares and how many are not finite, per block; the last launch adds up those of all tensors */

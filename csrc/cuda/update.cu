@@ -33,7 +33,8 @@ FN void keep_one(const update &p, int64_t i, int out, int in) {
 /* --- adamw, sgd ------------------------------------------------------------------------------------------ */
 
 FN om_adam_cfg adam_cfg(const update &p) {
-    const om_adam_cfg c = {float_at(p.lr, p.lr_type, 0), p.beta1, p.beta2, p.eps, p.decay, 1, p.mode, p.correct};
+    const om_adam_cfg c = {float_at(p.lr, p.lr_type, 0), p.beta1, p.beta2, p.eps, p.weight_decay, 1, p.mode,
+                           p.bias_correction};
     return c;
 }
 FN void prepare(const update &p, om_adam_f32 *k) {
@@ -104,8 +105,8 @@ EXPORT(OM_GPU_UPDATE_THREADS) om_k_sgd(PARAM(struct om_gpu_update) p) {
 FN om_lamb_cfg lamb_cfg(const update &p) {
     const double scale = p.scale ? float_at(p.scale, p.scale_type, 0) : 1;
     const double norm = p.norm ? float_at(p.norm, p.norm_type, 0) : 0;
-    const om_lamb_cfg c = {float_at(p.lr, p.lr_type, 0), p.beta1, p.beta2, p.eps, p.decay, 0, 1 - p.beta1, p.ratio_min,
-                           p.ratio_max, om_lamb_inv_scale(scale, norm, p.max_norm), p.correct, 0};
+    const om_lamb_cfg c = {float_at(p.lr, p.lr_type, 0), p.beta1, p.beta2, p.eps, p.weight_decay, 0, 1 - p.beta1,
+                           p.ratio_min, p.ratio_max, om_lamb_inv_scale(scale, norm, p.max_norm), p.bias_correction, 0};
     return c;
 }
 FN void prepare(const update &p, om_lamb_f32 *k) {

@@ -76,14 +76,15 @@ static om_status optim_sequences(om_onnx *o, const om_op *op, const om_id *scala
 }
 
 static om_status map_adamw(om_onnx *o) {
-    om_attr attr[8] = {OM_AF("alpha", om_onnx_float(o, "alpha", 0.9)),
-                       OM_AF("beta", om_onnx_float(o, "beta", 0.999)),
-                       OM_AF("epsilon", om_onnx_float(o, "epsilon", 1e-8)),
-                       OM_AF("weight_decay", om_onnx_float(o, "weight_decay", 1e-2)),
-                       OM_AI("adam_mode", om_onnx_int(o, "adam_mode", 0)),
-                       OM_AI("correct_bias", om_onnx_int(o, "correct_bias", 1))};
+    om_attr attr[] = {
+#define ADAMW(field, name, dflt) OM_AF(name, om_onnx_float(o, name, dflt)),
+#define ADAMW_MODE(field, name, dflt) OM_AI(name, om_onnx_int(o, name, dflt)),
+#define ADAMW_FLAG(field, name, dflt) OM_AI(name, om_onnx_int(o, name, dflt)),
+#include "ops/optimizer.def"
+        {0}, /* of optim_node */
+    };
     const om_id scalar[] = {IN(0), IN(1), IN(6)};
-    return optim_sequences(o, &om_op_adamw_step, scalar, 3, 2, 4, 3, attr, 6);
+    return optim_sequences(o, &om_op_adamw_step, scalar, 3, 2, 4, 3, attr, sizeof attr / sizeof *attr - 1);
 }
 
 static om_status map_sgd(om_onnx *o) {
@@ -94,7 +95,11 @@ static om_status map_sgd(om_onnx *o) {
 
 /* --- LambOptimizer ------------------------------------------------------------------------------------------ */
 
-typedef struct lamb_settings { double alpha, beta, lambda, epsilon, max_norm_clip; } lamb_settings;
+typedef struct lamb_settings { /* of a group */
+#define LAMB(field, name, dflt) double field;
+#define LAMB_CLIP(field, name, dflt) double field;
+#include "ops/optimizer.def"
+} lamb_settings;
 
 /* Element k of a list attribute with one entry per group. */
 static om_status lamb_setting(om_onnx *o, const char *name, int groups, int k, double dflt, double *x) {
@@ -117,26 +122,25 @@ static om_status map_lamb(om_onnx *o) {
         lamb_settings c = {0};
         for (to = from; to < groups && to - from < most; to++) {
             lamb_settings d = {0};
-            OM_TRY(lamb_setting(o, "alpha", groups, to, 0.9, &d.alpha));
-            OM_TRY(lamb_setting(o, "beta", groups, to, 0.999, &d.beta));
-            OM_TRY(lamb_setting(o, "lambda", groups, to, 0, &d.lambda));
-            OM_TRY(lamb_setting(o, "epsilon", groups, to, 1e-6, &d.epsilon));
-            OM_TRY(lamb_setting(o, "max_norm_clip", groups, to, 1, &d.max_norm_clip));
+#define LAMB(field, name, dflt) OM_TRY(lamb_setting(o, name, groups, to, dflt, &d.field));
+#define LAMB_CLIP(field, name, dflt) OM_TRY(lamb_setting(o, name, groups, to, dflt, &d.field));
+#include "ops/optimizer.def"
             if (to == from) c = d;
             else if (memcmp(&c, &d, sizeof c) != 0) break;
         }
-        om_attr attr[9] = {OM_AF("alpha", c.alpha),
-                           OM_AF("beta", c.beta),
-                           OM_AF("lambda", c.lambda),
-                           OM_AF("epsilon", c.epsilon),
-                           OM_AF("max_norm_clip", c.max_norm_clip),
-                           OM_AI("do_bias_correction", om_onnx_int(o, "do_bias_correction", 1)),
-                           OM_AF("ratio_min", om_onnx_float(o, "ratio_min", -INFINITY)),
-                           OM_AF("ratio_max", om_onnx_float(o, "ratio_max", INFINITY))};
+        om_attr attr[] = {
+#define LAMB(field, name, dflt) OM_AF(name, c.field),
+#define LAMB_CLIP(field, name, dflt) OM_AF(name, c.field),
+#define LAMB_FLAG(field, name, dflt) OM_AI(name, om_onnx_int(o, name, dflt)),
+#define LAMB_RATIO(field, name, dflt) OM_AF(name, om_onnx_float(o, name, dflt)),
+#include "ops/optimizer.def"
+            {0}, /* of optim_node */
+        };
         int n_in = 0;
         for (int i = 0; i < 5; i++) in[n_in++] = IN(i);
         for (int i = 5 + 5 * from; i < 5 + 5 * to; i++) in[n_in++] = IN(i);
-        const om_id y = optim_node(o, &om_op_lamb_step, in, n_in, attr, 8, 1 + 5 * (to - from));
+        const om_id y = optim_node(o, &om_op_lamb_step, in, n_in, attr, sizeof attr / sizeof *attr - 1,
+                                   1 + 5 * (to - from));
         if (y == OM_NONE) break;
         if (!from) om_onnx_set(o, 0, y);
         for (int i = 0; i < 5 * (to - from); i++) om_onnx_set(o, 1 + 5 * from + i, y + 1 + (om_id)i);

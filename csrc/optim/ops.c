@@ -29,13 +29,13 @@ static om_status update_keep(om_ctx *cx, om_arena *mem, const void *x, size_t si
 /* --- adamw, sgd -------------------------------------------------------------------------------------------- */
 
 om_status om_cpu_prepare_adamw(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
-    const om_adam_cfg c = {.inv_scale = 1,
-                           .beta1 = om_args_float(a, "alpha", 0.9),
-                           .beta2 = om_args_float(a, "beta", 0.999),
-                           .eps = om_args_float(a, "epsilon", 1e-8),
-                           .weight_decay = om_args_float(a, "weight_decay", 1e-2),
-                           .mode = om_args_int(a, "adam_mode", 0) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
-                           .bias_correction = om_args_int(a, "correct_bias", 1) != 0};
+    const om_adam_cfg c = {
+        .inv_scale = 1,
+#define ADAMW(field, name, dflt) .field = om_args_float(a, name, dflt),
+#define ADAMW_MODE(field, name, dflt) .field = om_args_int(a, name, dflt) ? OM_ADAMW_HF : OM_ADAMW_TORCH,
+#define ADAMW_FLAG(field, name, dflt) .field = om_args_int(a, name, dflt) != 0,
+#include "ops/optimizer.def"
+    };
     return update_keep(cx, mem, &c, sizeof c, prep);
 }
 
@@ -72,16 +72,14 @@ typedef struct lamb_prep {
 } lamb_prep;
 
 om_status om_cpu_prepare_lamb(om_ctx *cx, om_arena *mem, const om_args *a, const void **prep) {
-    const double beta1 = om_args_float(a, "alpha", 0.9);
-    const lamb_prep p = {.c = {.beta1 = beta1,
-                               .beta2 = om_args_float(a, "beta", 0.999),
-                               .eps = om_args_float(a, "epsilon", 1e-6),
-                               .weight_decay = om_args_float(a, "lambda", 0),
-                               .grad_weight = 1 - beta1,
-                               .ratio_min = om_args_float(a, "ratio_min", -INFINITY),
-                               .ratio_max = om_args_float(a, "ratio_max", INFINITY),
-                               .bias_correction = om_args_int(a, "do_bias_correction", 1) != 0},
-                         .max_norm = update_given(a, 2) ? om_args_float(a, "max_norm_clip", 1.0) : 0};
+    lamb_prep p = {
+#define LAMB(field, name, dflt) .c.field = om_args_float(a, name, dflt),
+#define LAMB_CLIP(field, name, dflt) .field = update_given(a, 2) ? om_args_float(a, name, dflt) : 0,
+#define LAMB_FLAG(field, name, dflt) .c.field = om_args_int(a, name, dflt) != 0,
+#define LAMB_RATIO(field, name, dflt) .c.field = om_args_float(a, name, dflt),
+#include "ops/optimizer.def"
+    };
+    p.c.grad_weight = 1 - p.c.beta1;
     return update_keep(cx, mem, &p, sizeof p, prep);
 }
 

@@ -28,10 +28,10 @@ static void rule_sequences(om_writer *w, const char *onnx) {
     write_microsoft(w, onnx, NULL, in, n_in);
     for (int j = 0; j < n_kind; j++) result[j] = om_write_output(w, om_write_unique(w, "t"));
     if (adam) {
-        write_setting(w, "alpha", 0.9), write_setting(w, "beta", 0.999), write_setting(w, "epsilon", 1e-8),
-            write_setting(w, "weight_decay", 1e-2);
-        om_write_int(w, "adam_mode", om_node_int(w->n, "adam_mode", 0)),
-            om_write_int(w, "correct_bias", om_node_int(w->n, "correct_bias", 1));
+#define ADAMW(field, name, dflt) write_setting(w, name, dflt);
+#define ADAMW_MODE(field, name, dflt) om_write_int(w, name, om_node_int(w->n, name, dflt));
+#define ADAMW_FLAG(field, name, dflt) om_write_int(w, name, om_node_int(w->n, name, dflt));
+#include "ops/optimizer.def"
     }
     for (int k = 0; k < groups; k++)
         for (int j = 0; j < n_kind; j++)
@@ -42,7 +42,11 @@ static void rule_lamb(om_writer *w, const char *onnx) {
     static const struct {
         const char *name;
         double dflt;
-    } each[] = {{"alpha", 0.9}, {"beta", 0.999}, {"lambda", 0}, {"epsilon", 1e-6}, {"max_norm_clip", 1}};
+    } each[] = {
+#define LAMB(field, name, dflt) {name, dflt},
+#define LAMB_CLIP(field, name, dflt) {name, dflt},
+#include "ops/optimizer.def"
+    };
     const char *in[OM_WRITE_OUT + 5];
     if (out_used(w, 0) && !in_given(w, 4)) {
         om_write_refuse(w, "it counts a step that is not given");
@@ -58,8 +62,10 @@ static void rule_lamb(om_writer *w, const char *onnx) {
         for (int i = 0; i < groups; i++)
             a->floats[a->n_floats++] = (float)om_node_float(w->n, each[k].name, each[k].dflt);
     }
-    write_setting(w, "ratio_min", -INFINITY), write_setting(w, "ratio_max", INFINITY);
-    om_write_int(w, "do_bias_correction", om_node_int(w->n, "do_bias_correction", 1));
+#define LAMB_RATIO(field, name, dflt) write_setting(w, name, dflt);
+#include "ops/optimizer.def"
+#define LAMB_FLAG(field, name, dflt) om_write_int(w, name, om_node_int(w->n, name, dflt));
+#include "ops/optimizer.def"
 }
 
 static void rule_all(om_writer *w, const char *onnx) { /* l2_norm_all, all_finite */

@@ -67,13 +67,13 @@ static om_status node_read(om_trainer *t, const Onnx__NodeProto *n) {
     const double mode = number(n, "adam_mode", 0);
     if (mode != 0 && mode != 1)
         return om_fail(t->host, OM_UNSUPPORTED, "optimizer graph: adam_mode %g; 0 and 1 are defined", mode);
-    t->adam = (om_adam_cfg){.beta1 = number(n, "alpha", 0.9),
-                            .beta2 = number(n, "beta", 0.999),
-                            .eps = number(n, "epsilon", 1e-8),
-                            .weight_decay = number(n, "weight_decay", 1e-2),
-                            .inv_scale = 1,
-                            .mode = mode == 0 ? OM_ADAMW_TORCH : OM_ADAMW_HF,
-                            .bias_correction = number(n, "correct_bias", 1) != 0};
+    t->adam = (om_adam_cfg){
+        .inv_scale = 1,
+#define ADAMW(field, name, dflt) .field = number(n, name, dflt),
+#define ADAMW_MODE(field, name, dflt) .field = mode == 0 ? OM_ADAMW_TORCH : OM_ADAMW_HF,
+#define ADAMW_FLAG(field, name, dflt) .field = number(n, name, dflt) != 0,
+#include "ops/optimizer.def"
+    };
     const om_adam_cfg *a = &t->adam;
     OM_CHECK(t->host, a->beta1 >= 0 && a->beta1 < 1 && a->beta2 >= 0 && a->beta2 < 1,
              "optimizer graph: betas %g and %g; numbers from 0 up and below 1 are expected", a->beta1, a->beta2);
