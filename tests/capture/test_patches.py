@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy  # noqa: F401  its import, where a capture makes it, adds a filter of warnings
 import torch
 import torch.fx
 import torch.utils._traceback as torch_traceback
