@@ -36,9 +36,10 @@ class Base:
 
 class V:
     """A tensor name of the IR. view: the Node that derives it from its parent (its first argument is replaced when
-    derived again); item: which result of a view with several results."""
+    derived again); item: which result of a view with several results; own: of a detached tensor, the value with the
+    gradient of what has been written into it, of which the tensor that it was detached from has nothing."""
 
-    __slots__ = ("base", "parent", "view", "item", "node", "version")
+    __slots__ = ("base", "parent", "view", "item", "node", "version", "own")
 
     def __init__(
         self, base: Base, node: Node, parent: V | None = None, view: Node | None = None, item: int = -1
@@ -49,9 +50,13 @@ class V:
         self.item = item
         self.node = node
         self.version = base.version
+        self.own: Node | None = None
         if parent is not None:
             base.views = True
             base.behind |= self.is_data()
+
+    def is_detached(self) -> bool:
+        return self.view is not None and self.view.target is aten.detach.default
 
     def is_data(self) -> bool:
         """Tensor.data (capture/refused.py): an alias below a detach; any other is x[:, :]."""

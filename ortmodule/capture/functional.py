@@ -11,8 +11,9 @@ At the end the inputs whose version is above zero are the write-backs. Written b
 that takes seconds on a 12-layer model and rewrites dropout and batch_norm.
 
 Grad modes and autocast: the trace has the calls that switch them; what leaves no_grad is wrapped in STOP. A write under
-no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old). A value that is
-written over and not read gets a gradient of zeros, which is not None: base := ZERO(new, old).
+no_grad, or through a detached view, keeps the gradient of the old value: base := THROUGH(new, old). What is detached
+takes the gradient of what is written into it (V.own), and keeps it whatever its base becomes. A value that is written
+over and not read gets a gradient of zeros, which is not None: base := ZERO(new, old).
 
 Invariants: the list is in topological order and free of dead nodes; nodes have no side effects; a node's `val` is the
 fake tensor (or tuple of them) that the export recorded or, for nodes made here, that the operation gives on fake
@@ -38,7 +39,7 @@ from .export import Exported, Source, source_of
 from .opaque import CUT, HOST, SHARES
 from .operands import named
 from .program import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, ZERO, Node, Program, View, is_float, name_of
-from .results import check_unshared, finish
+from .results import check_unshared, finish, needs_gradient
 
 aten = torch.ops.aten
 
@@ -138,9 +139,17 @@ class Functionalizer:
                 if v.item >= 0:
                     node = Node(operator.getitem, (node, v.item), {}, v.node.val, old.src, old.grad, old.autocast)
                     self.program.nodes.append(node)
+                if v.own is not None:
+                    node = v.own = self.through(node, v.own)
                 v.node = node
             v.version = v.base.version
         return self.use(v.node)
+
+    def through(self, value: Node, old: Node) -> Node:
+        """`value` with the gradients of `old` alone."""
+        node = self.make(THROUGH, (self.stop(value), old), {}, old.val)
+        node.grad = True
+        return node
 
     def only_by_data(self, v: V, new: Node) -> bool:
         """`new` is written to Tensor.data of an input (weight.data.clamp_()) that nothing has used before: what uses it
@@ -171,19 +180,25 @@ class Functionalizer:
         v.base.untrained = False
         keeps_gradient = not self.grad
         cur, value = v, new
+        detached: list[V] = []  # they take a gradient of their own
         while cur.parent is not None:
             assert cur.view is not None
-            keeps_gradient |= name_of(cur.view.target) == "detach" or not cur.view.grad
+            keeps_gradient |= cur.is_detached() or not cur.view.grad
             over = over and name_of(cur.view.target) in WHOLE
+            if self.grad and cur.is_detached() and (cur.own is not None or needs_gradient(self, value)):
+                cur.node = cur.own = self.make(ZERO, (value, cur.own), {}, value.val) if over and cur.own else value
+                detached.append(cur)
+                value = self.stop(value)
             value = self.scatter(cur, value)
             cur = cur.parent
         if keeps_gradient and self.grad_matters and is_float(old.val) and old.grad:
-            value = self.make(THROUGH, (self.stop(value), old), {}, old.val)  # gradients are those of old alone
-            value.grad = True
+            value = self.through(value, old)
         elif over and self.grad_matters and old.differentiable():
             value = self.make(ZERO, (value, old), {}, old.val)
         v.base.node = value
         v.base.version += 1
+        for cur in detached:
+            cur.version = v.base.version
         v.base.loud |= loud and not v.base.behind
         if v.base.held is not None or v.base.kin:
             self.sync(v.base)

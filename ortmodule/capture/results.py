@@ -49,6 +49,21 @@ def tensor_of(exported: Exported, source: Source) -> Any:
     return exported.leaves[source.leaf] if source.kind == "user" else source.tensor
 
 
+def needs_gradient(of: Functionalizer, node: Node) -> bool:
+    """Does PyTorch give it a grad_fn?"""
+    tensors = [(tensor_of(of.exported, source), base.input) for source, base in of.held]
+    leaves = {made for t, made in tensors if isinstance(t, Tensor) and t.requires_grad}
+    rest, seen = [node] if of.grad_matters else [], set[Node]()
+    while rest:
+        n = rest.pop()
+        if n not in seen and n.differentiable() and n.target is not aten.detach.default:
+            if n in leaves:
+                return True
+            seen.add(n)
+            rest += n.inputs()
+    return False
+
+
 def check_unshared(exported: Exported, source: Source, sources: list[Source]) -> None:
     """A write must not be visible through another input that is a different object over the same memory."""
     mine = tensor_of(exported, source)
@@ -94,7 +109,7 @@ class _Results:
                 check_unshared(self.exported, source, [s for s, _ in held])
                 t = tensor_of(self.exported, source)
                 trained = source.kind != "user" and isinstance(t, Tensor) and t.requires_grad and t.is_leaf
-                if not trained and not base.untrained and self.needs_gradient(base.node):
+                if not trained and not base.untrained and needs_gradient(self.of, base.node):
                     what = "an argument" if source.kind == "user" else source.target or "a tensor of its own"
                     raise CaptureError(f"forward writes what requires a gradient into {what} that requires none",
                                        "", *base.node.src[1:])  # fmt: skip
@@ -122,20 +137,6 @@ class _Results:
         p.nodes = [n for n in p.nodes if n.live]
         # Sizes of user inputs may be all that is read of them, so user inputs always stay.
         p.inputs = [(s, b.input) for s, b in held if b.input is not None and (b.input.live or s.kind == "user")]
-
-    def needs_gradient(self, node: Node) -> bool:
-        """Does PyTorch give it a grad_fn?"""
-        tensors = [(tensor_of(self.exported, source), base.input) for source, base in self.held]
-        leaves = {of for t, of in tensors if isinstance(t, Tensor) and t.requires_grad}
-        rest, seen = [node] if self.grad_matters else [], set[Node]()
-        while rest:
-            n = rest.pop()
-            if n not in seen and n.differentiable() and n.target is not aten.detach.default:
-                if n in leaves:
-                    return True
-                seen.add(n)
-                rest += n.inputs()
-        return False
 
     def pin_layouts(self) -> None:
         """Who can tell whether contiguous() or reshape() has made a copy: an edit of one of the two afterwards, who is
@@ -326,7 +327,7 @@ class _Results:
             if i in p.passthrough or not isinstance(out, Node) or others[out] != i:
                 continue
             chain: list[View] = []
-            known = True
+            known, own = True, False
             v: V | None = result[i]
             node = out
             while True:
@@ -334,6 +335,7 @@ class _Results:
                 # edits may lie between: the chain of views knows, the nodes do not
                 if v is not None and v.parent is not None:
                     assert v.view is not None
+                    own = own or v.own is not None
                     made, item, v = v.view, v.item, v.parent
                     source: Any = v.base.input if v.parent is None and v.base.input is not None else self.of.read(v)
                 else:
@@ -356,6 +358,9 @@ class _Results:
                 chain[:0] = again or []
                 node = source
                 if node in inputs or (others.get(node, i) != i and whole(node)):
+                    if own:
+                        raise CaptureError("a result is a detached tensor over memory of an argument or of another "
+                                           "result, into which forward wrote what requires a gradient", *made.src)
                     if not known:  # with numbers for sizes it may be
                         raise CaptureError(f"a result is a view ({made.target}) of an argument or of another result, "
                                            "in a way that is not known here", *made.src)  # fmt: skip

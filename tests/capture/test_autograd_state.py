@@ -709,3 +709,103 @@ def test_edits_that_autograd_does_not_see(rule: Callable[..., Any]) -> None:
     """The result requires a gradient if it did before."""
     ours = steps(rule)
     assert not ours.report().eager, str(ours.report())
+
+
+def added_to_what_is_detached(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.a(x)
+    z, other = h.detach(), h.detach()
+    z += m.b.bias
+    return (z * x + h * other,)
+
+
+def detached_and_named_once(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    z = m.a(x).detach()
+    z += m.b.bias
+    return z, z.t(), z[:, 1:].sin()
+
+
+def written_to_parts_of_what_is_detached(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.a(x)
+    z = h.detach()
+    part = z[:, ::2]
+    z[:, 0] = m.b.bias[0]
+    z[z > 0.5] *= m.b.bias[1]
+    z[:, ::2].mul_(m.b.weight[0, :2])
+    return z.cos(), part * 2, h.sin()
+
+
+def detached_and_written_over(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.a(x)
+    z = h.detach()
+    z.copy_(m.b.bias.expand_as(h))
+    before = z * 2
+    z.zero_()
+    return before, z + 1, h.exp()
+
+
+def detached_then_edited_by_others(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.a(x)
+    z = h.detach()
+    z.add_(m.b.bias)
+    with torch.no_grad():
+        z.mul_(2)
+    h.mul_(3)
+    return z * x + h * 2, z.detach() + h
+
+
+def detached_twice(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.a(x)
+    z = h.detach()[1:]
+    w = z.detach()
+    w.add_(m.b.bias)
+    u = w * 2
+    z.mul_(m.a.bias)
+    return (w + z * 2 + u + h[1:] * 1,)
+
+
+def a_detached_parameter(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    z = m.b.weight.detach()
+    z.mul_(m.b.bias)
+    return z * 2, m.b.weight.sum() + m.a(x)
+
+
+def a_detached_argument(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = x.clone()
+    z = x.detach()
+    z.mul_(m.b.bias)
+    return y * z, m.a(y)
+
+
+def a_detached_buffer(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    z = m.state.detach()
+    z.mul_(m.b.bias)
+    m.state.add_(1)
+    return z * x, m.state * m.a(x)
+
+
+@pytest.mark.parametrize("rule", [
+    added_to_what_is_detached, detached_and_named_once, written_to_parts_of_what_is_detached, detached_and_written_over,
+    detached_then_edited_by_others, detached_twice, a_detached_parameter, a_detached_argument,
+    a_detached_buffer])  # fmt: skip
+def test_what_is_written_into_a_detached_tensor_has_its_gradient(rule: Callable[..., Any]) -> None:
+    """What it was detached from has the new values and its old gradient: `features.detach()`, then `+= embedding`."""
+    ours = steps(rule, state=lambda: torch.ones(4, dtype=D))
+    assert not ours.report().eager, str(ours.report())
+
+
+def detached_beside_its_source(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    h = m.a(x)
+    z = h.detach()
+    z += m.b.bias
+    return h, z
+
+
+def a_detached_argument_is_returned(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    z = x.detach()
+    z.mul_(m.b.bias)
+    return m.a(z), z[1:]
+
+
+@pytest.mark.parametrize("rule", [detached_beside_its_source, a_detached_argument_is_returned])
+def test_a_detached_tensor_with_a_gradient_over_memory_that_the_caller_has(rule: Callable[..., Any]) -> None:
+    assert "a result is a detached tensor over memory of an argument or of another result" in str(steps(rule).report())
