@@ -69,15 +69,30 @@ class Live:
 
 class _Spared:
     """A hook on a tensor that is not called for a gradient that does not arrive: PyTorch does not get to the tensor
-    then, but here it does, on the way of another."""
+    then, but here it does, on the way of another. One that waits for several tensors waits for this one, too, so it
+    hears of it, unless nothing arrives at the others."""
 
-    __slots__ = ("hook",)
+    __slots__ = ("calls", "hook")
 
-    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+    def __init__(self, hook: Callable[[Tensor | None], Any]) -> None:
         self.hook = hook
+        self.calls = private.calls_of(hook)
 
     def __call__(self, grad: Tensor | None) -> Any:
-        return None if grad is None else self.hook(grad)
+        if grad is not None:
+            return self.hook(grad)
+        if self.calls is not None:
+            task = private.task_id()
+            if task in self.calls:
+                self.hook(None)
+            else:
+                private.queue_callback(lambda: self.late(task))
+        return None
+
+    def late(self, task: int) -> None:
+        """At the end of the backward."""
+        if self.calls is not None and task in self.calls:
+            self.hook(None)
 
 
 class _SparedAfter:

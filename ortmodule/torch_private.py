@@ -9,8 +9,9 @@ What is missing, or does not do what is expected of it, is logged once and shown
             is compared with forward later on), "device" (save_for_device takes no optimizer of torch.optim). Whoever
             does one of these asks `lacks` first.
 
-Not listed: paths of files in a traceback, attributes by which a name is only shown, and the tables `_parameters`,
-`_buffers` and `_modules` of a module, which every subclass of nn.Module meets.
+Not listed: paths of files in a traceback, attributes by which a name is only shown, what a hook of torch.autograd.graph
+closes over (`calls_of`), and the tables `_parameters`, `_buffers` and `_modules` of a module, which every subclass of
+nn.Module meets.
 """
 
 from __future__ import annotations
@@ -460,6 +461,16 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     of = _get("step_hooks")
     own = any(getattr(optimizer, name) for name in STEP_HOOKS)
     return own or bool(of._global_optimizer_pre_hooks or of._global_optimizer_post_hooks)
+
+
+def calls_of(hook: Any) -> dict[int, int] | None:
+    """Of a hook that waits for those of other tensors (register_multi_grad_hook, mode "all"): how often these have been
+    called, by graph task. None: any other."""
+    if getattr(hook, "__module__", "") != "torch.autograd.graph" or not isinstance(hook, types.FunctionType):
+        return None
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    counts = held["count"].cell_contents if {"count", "nb_calls"} <= held.keys() else None
+    return counts if isinstance(counts, dict) else None
 
 
 def fsdp_state(module: nn.Module) -> Any:

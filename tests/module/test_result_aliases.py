@@ -248,6 +248,34 @@ def test_hooks_of_parameters_that_a_backward_does_not_reach() -> None:
     assert ours.report().graphs and not ours.report().eager
 
 
+@pytest.mark.parametrize("segment_mb", [25, 1e-6])
+def test_a_hook_of_several_parameters(segment_mb: float) -> None:
+    """register_multi_grad_hook waits for all that a backward reaches: it waited for the others, too, and was not called."""
+    eager = TwoResults().double()
+    ours = ORTModule(copy.deepcopy(eager), segment_mb=segment_mb)
+    seen: list[list[Any]] = []
+    for m in (eager, ours):
+
+        def note(name: str) -> Callable[[Any], None]:
+            return lambda grads: seen[-1].append((name, [g if g is None else g.clone() for g in grads]))
+
+        for name, parameters in (("all", m.parameters()), ("a", m.a.parameters()), ("b", m.b.parameters())):
+            torch.autograd.graph.register_multi_grad_hook(list(parameters), note(name))
+        torch.autograd.graph.register_multi_grad_hook(list(m.parameters()), lambda _: seen[-1].append(("any", [])), mode="any")
+        for which in (0, 1, 1, 2, 0, 1, 2, 2):
+            seen.append([])
+            one, other = m(draw(3, 4).double())
+            (one + other if which == 2 else (one, other)[which]).backward()
+    for got, want in zip(seen[8:], seen[:8], strict=True):
+        assert sorted(name for name, _ in got) == sorted(name for name, _ in want)
+        for name, grads in want:
+            for g, w in zip(dict(got)[name], grads, strict=True):
+                assert (g is None) is (w is None)
+                if w is not None:
+                    torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-12)
+    assert ours.report().graphs and not ours.report().eager
+
+
 # --- saved_tensors_hooks --------------------------------------------------------------------------
 
 
