@@ -131,6 +131,7 @@ class Net:
         self.notes: list[tuple[Any, ...]] = []
         self.returned: list[Any] = []  # by each call; _AGAIN: to be called again
         self.counts: list[int] = []  # of numbered tensors, after each call
+        self.asked: dict[tuple[int, str, str], bool] = {}  # before which call, what, of which tensor
         self.words: dict[int, str] = {}  # what the tensors among `returned` are called
         self.inputs = [_stand_in(t) for t in flat.tensors]
         self.stand_ins: dict[str, Tensor] = {}  # by what the real ones are called
@@ -245,7 +246,7 @@ class _Noting(TorchFunctionMode):
             if isinstance(out, Tensor):
                 self._note(f".{func.__self__.__name__}", words)
                 self._numbered(out)
-            return out
+            return self._as_then(func.__self__.__name__, str(words[0]), out) if type(out) is bool else out
         at = self.n
         self._note(name, words)
         net = self._net
@@ -259,6 +260,13 @@ class _Noting(TorchFunctionMode):
             net.returned[at] = out if private.transforms() is None and _lasting(out) else _AGAIN
             net.counts[at] = self._count
         return out
+
+    def _as_then(self, name: str, word: str, answer: bool) -> bool:
+        """What a tensor says of itself (requires_grad). In a run that is compared, tensors are those of the first, as
+        edits in place have left them in the end."""
+        if not self._again:
+            self._net.asked[self.n, name, word] = answer
+        return self._net.asked.get((self.n, name, word), answer)
 
     def _given(self, x: Any, words: list[Any]) -> Any:
         """An argument as forward is to see it, and as it is noted."""

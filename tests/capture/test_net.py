@@ -293,3 +293,24 @@ def test_no_false_alarm_where_a_call_returns_its_argument(same: Callable[[Tensor
     for rows in (3, 2, 3, 3, 2, 3, 3, 2, 4, 4):
         model(torch.randn(rows, 4), torch.randint(0, 9, (rows, 5)))
     assert 10 in checked(model) or 100 in checked(model), checked(model)
+
+
+def adds_to_zeros(m: Net, x: Tensor) -> Tensor:
+    h = torch.zeros_like(x)
+    before = h.requires_grad
+    h += m.linear(x)
+    return h * (2 + before + 4 * h.requires_grad)
+
+
+def adds_to_what_is_detached(m: Net, x: Tensor) -> Tensor:
+    h = m.linear(x).detach()
+    scale = 2 if h.requires_grad else 3
+    h.mul_(m.linear.weight[0])
+    return h * scale
+
+
+@pytest.mark.parametrize("rule", [adds_to_zeros, adds_to_what_is_detached])
+def test_no_false_alarm_where_an_edit_makes_a_gradient(rule: Callable[..., Tensor]) -> None:
+    """Asked before, the tensor answers as it was before."""
+    agreed, ours = beside(rule, lambda step: None, 11)
+    assert all(agreed) and not ours.report().eager and checked(ours) == [100]
