@@ -59,6 +59,8 @@ _STEPS = {f"{op}_": True for op in ("eq", "ne", "lt", "le", "gt", "ge")} | {
     f"logical_{op}_": False for op in ("and", "or", "xor", "not")
 }
 
+# They write nothing: the tensor sees its memory in another way, its views do not.
+_TURNS = {"t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_"}
 _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
 
 
@@ -601,7 +603,7 @@ class Functionalizer:
             new = self.run(pure, args, {a.name: self.arg(x, env) for a, x in takes if a.kwarg_only})
             if pure is aten.bernoulli.p:  # its own result is contiguous
                 new.val = val
-            if tuple(new.val.shape) != tuple(val.shape):
+            if name in _TURNS or tuple(new.val.shape) != tuple(val.shape):
                 raise self.fail(f"{target}: changes the shape of what it writes")
             if torch.Tag.pointwise in pure.tags and not torch.can_cast(new.val.dtype, val.dtype):
                 raise self.fail(f"{target}: {new.val.dtype} is no result for {val.dtype}")

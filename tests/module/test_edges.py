@@ -214,6 +214,39 @@ def test_in_place(name: str) -> None:
     same(lambda x: IN_PLACE[name](x * 1.0), torch.randn(5, 8, dtype=F64, generator=torch.Generator().manual_seed(2)))
 
 
+def turned(h: Tensor) -> tuple[Tensor, ...]:
+    h = h * 2
+    first = h[0]
+    h.t_()
+    return first * 3, h[0] * 2
+
+
+def strided(h: Tensor) -> tuple[Tensor, ...]:
+    h = h * 2
+    first = h[0]
+    h.as_strided_((4, 4), (1, 4))
+    return first * 3, h[0] * 2
+
+
+def turned_argument(h: Tensor) -> tuple[Tensor, ...]:
+    h.transpose_(0, 1)
+    return (h[0] * 2,)
+
+
+@pytest.mark.parametrize("rule", [turned, strided, turned_argument])
+def test_a_square_that_is_turned_in_place(rule: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    """Its views, and the memory that it shares, stay as they are."""
+    ours = ORTModule(Call(rule))
+    for _ in range(2):
+        block = torch.randn(2, 4, 4, dtype=F64)
+        other = block.clone()
+        x, y = block[1], other[1]
+        torch.testing.assert_close(ours(x), rule(y), rtol=0, atol=0)
+        torch.testing.assert_close(block, other, rtol=0, atol=0)
+        assert x.stride() == y.stride()
+    assert any("changes the shape of what it writes" in e.reason for e in ours.report().eager)
+
+
 def test_inplace_dropout_trains() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Hardswish(inplace=True), nn.Dropout(0.5, inplace=True), nn.Linear(64, 2))
     wrapped = ORTModule(model)
