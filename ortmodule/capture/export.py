@@ -188,7 +188,8 @@ class _Wrapper(nn.Module):
         if any(x is leaf for x in flat for leaf in asked.leaves):
             raise CaptureError("forward returns a leaf of its own making (requires_grad_): its gradient would be lost")
         put, returned = ([x for x in of if isinstance(x, Tensor)] for of in (leaves, flat))
-        self._box["rebinds"] = _write_assigned(before, put, returned)
+        self._box["rebinds"], written = _write_assigned(before, put, returned)
+        flat = [written.get(id(x), x) for x in flat]
         self._box["structure"] = _structure(out)
         self._box["hold"] = flat
         self._box["same"] = {i: standing[id(x)] for i, x in enumerate(flat) if id(x) in standing}
@@ -220,10 +221,10 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _write_assigned(
     modules: list[tuple[str, nn.Module, dict[str, Tensor | None], list[tuple[Tensor, bool]]]], given: list[Tensor],
     returned: list[Tensor],
-) -> list[str]:  # fmt: skip
+) -> tuple[list[str], dict[int, Tensor]]:  # fmt: skip
     """A buffer to which forward has assigned a new tensor (`self.count = self.count + 1`) is written: the export would
     lose it. -> names of those buffers: before every run they get a tensor of their own, so that who holds the old one
-    keeps the old values."""
+    keeps the old values; and the buffers by what was assigned, which stand for it among the results."""
     writes: list[tuple[Tensor, Tensor]] = []
     names: list[str] = []
     owners = Counter(id(b) for _, _, before, _ in modules for b in before.values() if b is not None)
@@ -252,7 +253,7 @@ def _write_assigned(
     values = [new.clone() for _, new in writes] if len(writes) > 1 else [new for _, new in writes]
     for (old, _), value in zip(writes, values, strict=True):
         old.copy_(value)
-    return names
+    return names, {id(new): old for old, new in reversed(writes)}
 
 
 # --- leaving no trace -----------------------------------------------------------------------------

@@ -560,6 +560,41 @@ def test_buffers_that_forward_assigns(function, inner):
         assert report.node_share == 1 and not report.eager, str(report)
 
 
+class State(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(3, 4))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        h = torch.tanh(self.layer(x) + self.state)
+        self.state = h.detach() * 0.5
+        self.steps = self.steps + 1
+        return h, {"state": self.state, "steps": self.steps}
+
+
+def test_a_buffer_that_forward_assigns_and_returns():
+    """The result is the buffer, until the next call."""
+    eager = State()
+    w = ORTModule(copy.deepcopy(eager), strict=True)
+    held: list[list[Tensor]] = [[], []]
+    for step in range(4):
+        x = torch.randn(3, 4)
+        for m, kept in zip((w, eager), held, strict=True):
+            with torch.set_grad_enabled(step != 2):
+                h, left = m(x)
+            assert left["state"] is m.state and left["steps"] is m.steps and not left["state"].requires_grad
+            if step != 2:
+                h.sum().backward()
+            left["state"][0] = 0
+            m.steps += step
+            kept += left.values()
+        alike(w, eager)
+    for a, b in zip(*held, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
