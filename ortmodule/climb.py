@@ -159,10 +159,10 @@ def climb(state: State, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, A
                 # that it is written; a module that does it again and again stays there.
                 again = private.in_backward()  # a checkpoint's second forward, of which the first was PyTorch's
                 entry.writes_seen += not again
-                if (entry.writes_seen <= 2 or again) and not state.settings.strict:
-                    more = (keep or places or seen.keeps or captured.stored or seen.problems or seen.assigns
-                            or captured.conditions)  # fmt: skip
-                    plain = not more and all(op.kind == "aten" and not op.draws for op in captured.host_ops)
+                more = (keep or places or seen.keeps or captured.stored or seen.problems or seen.assigns
+                        or captured.conditions)  # fmt: skip
+                plain = not more and all(op.kind == "aten" and not op.draws for op in captured.host_ops)
+                if (entry.writes_seen <= 2 or again) and (not state.settings.strict or plain and not state.settled):
                     raise Skip("forward assigns attributes of a module", captured.onnx if plain else b"")
                 where, name = written[0]
                 while _inside(where, keep):

@@ -348,9 +348,9 @@ def _settle(state: State, site: Site, flat: FlatInputs, left: Left, env: tuple[A
             with unwrapped(state.body):
                 settled = settle.Settled(state.module, state.body.forward, args, kwargs)
         except Exception:  # PyTorch's to raise
-            return _eager_site(state, site, left, args, kwargs)
+            return _unsettled(state, site, left, args, kwargs)
         if not settled.whole:
-            return _eager_site(state, site, left, args, kwargs)
+            return _unsettled(state, site, left, args, kwargs)
         key = (state.new_guard().fast(), flat.key, env, tuple([t.requires_grad for t in flat.tensors]))
         found: GuardedGraph | Left = left
         try:
@@ -362,9 +362,14 @@ def _settle(state: State, site: Site, flat: FlatInputs, left: Left, env: tuple[A
             if not same:
                 settled.put_back()
     if isinstance(found, Left) or not same:
-        return _eager_site(state, site, left, args, kwargs)
+        return _unsettled(state, site, left, args, kwargs)
     found.calls += 1
     return _run(state, site, found, flat, env, args, kwargs, 0)
+
+
+def _unsettled(state: State, site: Site, left: Left, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In PyTorch; where that is an error, the capture that is not followed by such a run has its reason."""
+    return call(state, args, kwargs) if state.settings.strict else _eager_site(state, site, left, args, kwargs)
 
 
 def _play(state: State, site: Site, graph: cuts.CutGraph, tensors: list[Tensor], env: tuple[Any, ...]) -> Any:
