@@ -1,6 +1,6 @@
 """Makes the artifacts that examples/train_digits.c trains:  python examples/digits.py DIRECTORY"""
 
-import sys
+import argparse
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,11 @@ class Digits(nn.Module):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory")
+    args = parser.parse_args()
     torch.manual_seed(0)
     model = ORTModule(Digits())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     batch = (torch.zeros(25, 64), torch.zeros(25, dtype=torch.long))
-    print(model.save_for_device(sys.argv[1], batch, optimizer=optimizer))
+    print(model.save_for_device(args.directory, batch, optimizer=optimizer))

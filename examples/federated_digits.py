@@ -8,6 +8,7 @@ of central training on all rows for as many steps. Exit status 1 when the federa
 below.
 """
 
+import argparse
 import sys
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -78,7 +79,9 @@ def shares(labels: np.ndarray) -> list[np.ndarray]:
 
 
 def main() -> int:
-    home = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="what digits.py has made")
+    home = parser.parse_args().directory
     x, labels = digits()
     server, _ = load(home, "checkpoint")
     parts = shares(labels[:TRAIN])

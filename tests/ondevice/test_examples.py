@@ -26,6 +26,15 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["digits", "federated_digits"])
+def test_help_and_no_directory(name: str, tmp_path: Path) -> None:
+    run = [sys.executable, ROOT / "examples" / f"{name}.py"]
+    told = subprocess.run([*run, "--help"], capture_output=True, text=True, env=ENV, cwd=tmp_path)
+    assert told.returncode == 0 and "usage:" in told.stdout and not list(tmp_path.iterdir())
+    none = subprocess.run(run, capture_output=True, text=True, env=ENV, cwd=tmp_path)
+    assert none.returncode == 2 and "required: directory" in none.stderr
+
+
 def test_digits_in_c(artifacts: Path, tmp_path: Path) -> None:
     program = Path(engine.lib._name).resolve().parent / "train_digits"
     subprocess.run(["make", "-s", "-C", str(ROOT), str(program.relative_to(ROOT))], check=True)
