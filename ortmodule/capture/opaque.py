@@ -589,6 +589,10 @@ _FILLS = (
     "it to see"
 )
 _SILENT = "{}, which would be kept in PyTorch, is called under no_grad and returns memory that it was given"
+_OTHERS = (
+    "{}, which would be kept in PyTorch, is given other tensors by forward under a trace than in a call: the code "
+    "around it asks whether tensors have values"
+)
 _EDITS = "{}, which would be kept in PyTorch, edits an argument in place: that is for the code around it to see"
 
 
@@ -619,6 +623,8 @@ def kept_results(
         recorded = table.recorded.get(fqn)
         if recorded is not None:
             call = recorded[turn]
+            if [len(shape) for shape in call.given] != [x.dim() for x in xs]:
+                raise OpaqueError(_OTHERS.format(fqn))
             before = [c[fqn][turn] for c in table.earlier if turn < len(c.get(fqn, ()))]
             return call.result, functools.partial(_sizes, fqn, call, before, xs), call.shares
         contents, written = contents_of(given), Written(table.root or module, False)

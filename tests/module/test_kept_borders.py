@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from pairs import close, same_state
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ortmodule import ORTModule
 
@@ -485,3 +486,40 @@ def test_state_that_a_kept_module_changes_and_another_reads(does: Callable[[], N
         model = ORTModule(net, strict=False) if wrap else net
         found.append(torch.stack([model(torch.ones(n, 4, dtype=torch.double)).sum().detach() for n in (3, 3, 4, 4)]))
     torch.testing.assert_close(found[1], found[0])
+
+
+class Masked(nn.Module):
+    """Takes no mask but one of its landmarks' length, as Nystromformer's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        h: Tensor = self.line(x)
+        return h if mask is None else h[:, :2] + mask
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), Masked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros_like(x)
+        skip = not isinstance(mask, FakeTensor) and bool((mask == 0).all())  # transformers.utils.is_tracing
+        return self.inner(self.first(x), None if skip else mask)  # type: ignore[no-any-return]
+
+
+def test_code_that_gives_a_kept_module_other_tensors_under_a_trace() -> None:
+    """What a call gives it counts: the code around it is PyTorch's, too."""
+    torch.manual_seed(0)
+    eager = Asks().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for n in (3, 3, 5):
+        x = torch.randn(n, 4, dtype=torch.double)
+        for model in (eager, ours):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        same_state(ours, eager)
+    assert "other tensors by forward under a trace" in str(ours.report())
