@@ -16,7 +16,7 @@ from . import artifacts, guard, interrupts, watch
 from . import torch_private as private
 from .artifacts import OptimType
 from .capture import Captured, capture
-from .capture.export import capture_error
+from .capture.origin import capture_error
 from .capture.pairs import as_pairs
 from .capture.skeleton import skeleton
 from .errors import CaptureError

@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from . import autocast, frames
 from . import torch_private as private
 from .capture import capture_error, flatten_inputs, opaque
-from .capture.export import keep_attributes, keep_random_state, patched_torch, without_warnings
 from .capture.refused import refusing
 from .capture.skeleton import Unreadable, input_skeleton
+from .capture.tracing import keep_attributes, keep_random_state, patched_torch, without_warnings
 from .frames import is_user_file
 from .patches import Patch, replaced, silent
 from .quiet import no_hooks

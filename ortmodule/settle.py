@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from . import patches
 from .capture.edits import undoing
-from .capture.export import keep_random_state, without_warnings
 from .capture.refused import SilentProcesses
 from .capture.skeleton import input_skeleton
+from .capture.tracing import keep_random_state, without_warnings
 from .contents import lasts
 from .torch_private import HOOK_TABLES
 

@@ -2,6 +2,7 @@
 place.
 
     export.py       torch.export, training IR                       (the only file that touches torch.export)
+    tracing.py      what of torch is replaced while it traces; refused.py, sizes_asked.py: what forward asks meanwhile
     functional.py   in-place edits and views become values
     convert.py      pure nodes -> ONNX, with ops_*.py: one row per ATen operator
     onnx_build.py   the ModelProto; onnx_functions.py: bodies of the ortmodule operators
@@ -55,16 +56,18 @@ from . import (  # noqa: F401  the rows of ops_* register themselves
 from .checkpoints import Regions
 from .convert import HostOp, convert
 from .density import Density, densities
-from .export import Exported, Warned, capture_error, export_module
+from .export import Exported, export_module
 from .facts import Test, format_of
 from .functional import functionalize
 from .layouts import OneNow
 from .onnx_build import Builder, UnsupportedError, expr_of, shape_of
 from .opaque import Recorded, without_values
+from .origin import capture_error
 from .pairs import complex_as_pairs
 from .program import STOP, Node, Program, View
 from .regions import keep_unknown_sizes
 from .skeleton import FlatInputs, flatten_inputs
+from .tracing import Warned
 
 __all__ = [
     "CaptureError",

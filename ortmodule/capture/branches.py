@@ -38,7 +38,8 @@ from ..frames import OWN_DIR, TORCH_DIR, is_user_file, outwards
 from ..patches import Patch, only_here, replaced, silent
 from ..watch import quiet
 from .edits import undoing
-from .refused import NotRepeatable, SilentProcesses, note_caught, refusing
+from .not_repeatable import NotRepeatable, note_caught
+from .refused import SilentProcesses, refusing
 
 _MOST = 128  # conditions of one capture
 _EXPORT = os.path.join(OWN_DIR, "capture", "export.py")

@@ -40,7 +40,8 @@ from ..torch_private import HOOK_TABLES
 from ..watch import inside, quiet, watching
 from . import checkpoints, layouts
 from .edits import Writes, Written, contents_of, hidden_in, trained_elsewhere
-from .refused import SilentProcesses, in_try
+from .not_repeatable import in_try
+from .refused import SilentProcesses
 from .skeleton import Fill, Unreadable, flatten_inputs, skeleton
 
 Call = Callable[[list[Tensor]], "Tensor | tuple[Tensor, ...]"]
