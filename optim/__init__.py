@@ -6,8 +6,9 @@ The names and formulas are those of onnxruntime.training.optim; docs/OPTIMIZERS.
 
 from .clip import clip_grad_norm_
 from .fp16_optimizer import FP16_Optimizer
-from .fused import AdamWMode, FusedAdam, FusedLAMB, FusedSGD
+from .fused import AdamWMode, FusedAdam
 from .in_backward import StepInBackward, step_in_backward
+from .lamb import FusedLAMB
 from .loss_scaler import DynamicLossScaler
 from .lr_scheduler import (
     ConstantWarmupLRScheduler,
@@ -16,6 +17,7 @@ from .lr_scheduler import (
     LinearWarmupLRScheduler,
     PolyWarmupLRScheduler,
 )
+from .sgd import FusedSGD
 
 __all__ = [
     "AdamWMode",
