@@ -26,10 +26,11 @@ from ortmodule import _C
 from ortmodule import torch_private as private
 
 from . import cuda
-from .lists import DTYPES
+from .lists import DTYPES, PAIRS, reals
 from .shards import PLAIN, local_shards
 
 NEAREST, MASTER, SPLIT, STOCHASTIC = range(4)
+COMPLEX = -1  # a list of its own: pairs of reals, stored as NEAREST
 HALF = (torch.float16, torch.bfloat16)
 FOR_ALL = frozenset((
     "amsgrad", "differentiable", "decoupled_weight_decay",  # settings of torch.optim's groups
@@ -150,6 +151,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- storage ----------------------------------------------------------------------------------
 
     def _store_of(self, p: Tensor) -> int:
+        if p.is_complex():
+            return COMPLEX
         if p.dtype not in HALF:
             return NEAREST
         if self.stochastic_rounding:
@@ -159,8 +162,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return MASTER if self.master_weights else NEAREST
 
     def _moment_dtype_of(self, p: Tensor) -> torch.dtype:
-        if p.dtype == torch.float64:
-            return torch.float64
+        if p.dtype == torch.float64 or p.is_complex():
+            return p.dtype
         return self.moment_dtype or torch.float32
 
     # quick for an ordinary parameter: without state (SGD) it is looked at in every step
@@ -169,14 +172,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             wrong = (
                 f"a {type(p).__name__} parameter, a wrapper of other tensors; allowed: ordinary parameters and DTensors"
             )
-        elif p.dtype not in DTYPES or not (p.is_cpu or p.is_cuda):
-            wrong = f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda"
+        elif not (p.dtype in DTYPES and (p.is_cpu or p.is_cuda)) and not (p.dtype in PAIRS and p.is_cpu):
+            wrong = (
+                f"a parameter of {p.dtype} on {p.device}; allowed: float32, float64, bfloat16, float16 on cpu, cuda, "
+                "complex64, complex128 on cpu"
+            )
         elif self.stochastic_rounding and p.dtype == torch.float16:
             wrong = "a parameter of float16 and stochastic_rounding, which is for bfloat16: use master_weights=True"
-        elif p.is_neg():
+        elif p.is_neg() or p.is_conj():
+            what = "neg" if p.is_neg() else "conj"
             wrong = (
-                f"a parameter of sizes {tuple(p.shape)} that is negated lazily (is_neg()): set p.data = "
-                "p.data.resolve_neg()"
+                f"a parameter of sizes {tuple(p.shape)} that is {'negated' if what == 'neg' else 'conjugated'} lazily "
+                f"(is_{what}()): set p.data = p.data.resolve_{what}()"
             )
         elif not p.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(p.shape, p.stride())):
             wrong = f"an expanded parameter (strides {p.stride()}); several elements share memory: clone it first"
@@ -223,12 +230,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             if g.is_neg():
                 g = g.resolve_neg()
-            if p.is_neg():
+            if p.is_neg() or p.is_conj():
                 self._check_parameter(p)
             state = self.state[p]
             if not state:
                 self._init_state(p, state)
-            store = NEAREST if plain else self._init_master(p, state)
+            store = NEAREST if plain and not p.is_complex() else self._init_master(p, state)
+            if store == COMPLEX:
+                g = g.resolve_conj()
             entry = lists.get(store)
             if entry is None:
                 entry = lists[store] = [[], [], []]
@@ -250,7 +259,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> cuda.Lists:
         """Parameters, gradients, two moments, masters, step counters."""
         moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
-        return [params, grads, *moments, self._masters(store, states), [s["step"] for s in states]]
+        weights: cuda.Lists = [params, grads, *moments]
+        if store == COMPLEX:
+            weights = [x and reals(x) for x in weights]
+        return [*weights, self._masters(store, states), [s["step"] for s in states]]
 
     def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:
         """The numbers of a group, in the order of the kernels' arguments."""
@@ -398,7 +410,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> tuple[Any, ...]:
         """The arguments of _C.<kernel>_step for one list."""
         *lists, masters, steps = self._lists(group, store, params, grads, states)
-        return (*lists, steps, masters, store, seed, *self._constants(group, group["lr"], inv_scale))
+        return (*lists, steps, masters, max(store, NEAREST), seed, *self._constants(group, group["lr"], inv_scale))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients become None, unless both set_grad_none (constructor) and set_to_none are False: then zero."""

@@ -13,6 +13,7 @@ from ortmodule import _C
 
 from . import cuda
 from .fused import NEAREST, FusedOptimizer, check_adam
+from .lists import reals
 from .shards import is_sharded
 
 
@@ -88,7 +89,7 @@ class FusedLAMB(FusedOptimizer):
 
     def _part_gradients(self, collected: list[dict[int, list[list[Any]]]]) -> None:
         lists = [grads for by_store in collected for _, grads, _ in by_store.values()]
-        for i in _C.overlaps([g for grads in lists for g in grads]):
+        for i in _C.overlaps(reals([g for grads in lists for g in grads])):
             for grads in lists:
                 if i < len(grads):
                     grads[i] = grads[i].clone()
@@ -99,7 +100,8 @@ class FusedLAMB(FusedOptimizer):
         self.last_grad_norm = None
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return False
-        norm, finite = _C.norm([g for lists in collected for _, grads, _ in lists.values() for g in grads], 2.0, False)
+        all_grads = [g for lists in collected for _, grads, _ in lists.values() for g in grads]
+        norm, finite = _C.norm(reals(all_grads), 2.0, False)
         self.last_grad_norm = norm * inv_scale
         return not finite
 

@@ -17,6 +17,7 @@ from . import cuda
 from .shards import PLAIN, is_sharded, local, local_as
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+PAIRS = (torch.complex64, torch.complex128)
 RANK = 8  # axes of a tensor in the engine
 
 
@@ -32,6 +33,11 @@ def on_cpu(tensors: Sequence[Tensor]) -> bool:
         and t.dim() <= RANK
         for t in tensors
     )
+
+
+def reals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The memory of complex tensors as reals, parts last; others as they are."""
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import cuda
-from .fused import FusedOptimizer
+from .fused import COMPLEX, NEAREST, FusedOptimizer
+from .lists import reals
 
 
 class FusedSGD(FusedOptimizer):
@@ -62,7 +63,9 @@ class FusedSGD(FusedOptimizer):
         first = self._make_momentum(group, params, states)  # these buffers become the gradient itself
         momentum = [s["momentum_buffer"] for s in states] if group["momentum"] else None
         constants = self._constants(group, group["lr"], inv_scale)
-        return (params, grads, momentum, self._masters(store, states), store, seed, *constants, first)
+        if store == COMPLEX:
+            params, grads, momentum = reals(params), reals(grads), momentum and reals(momentum)
+        return (params, grads, momentum, self._masters(store, states), max(store, NEAREST), seed, *constants, first)
 
     def _take_back(self, calls: list[tuple[Any, ...]], states: list[list[dict[str, Any]]]) -> None:
         for (*_, first), of_list in zip(calls, states):

@@ -370,11 +370,67 @@ def test_deepcopy_and_pickle():
     assert torch.equal(weights(model), weights(twin_model))
 
 
+# --- complex parameters: pairs of reals ---------------------------------------------------------------------
+
+
+def mixed() -> list[torch.nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    made = [torch.randn(4, 3, dtype=torch.complex64, generator=g), torch.randn(5, generator=g),
+            torch.randn(3, 7, dtype=torch.complex128, generator=g).t(), torch.randn(2, 2, dtype=torch.float64, generator=g)]  # fmt: skip
+    return [torch.nn.Parameter(t) for t in made]
+
+
+TWINS = {
+    "AdamW": (lambda p: FusedAdam(p, 1e-2, adam_w_mode=AdamWMode.ADAMW_TORCH, eps=1e-8, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.1)),
+    "Adam": (lambda p: FusedAdam(p, 1e-2, adam_w_mode=AdamWMode.ADAM_TORCH, eps=1e-8, weight_decay=0.1), lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.1)),
+    "masters": (lambda p: FusedAdam(p, 1e-2, adam_w_mode=AdamWMode.ADAMW_TORCH, eps=1e-8, master_weights=True, maximize=True),
+                lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0, maximize=True)),
+    "SGD": (lambda p: FusedSGD(p, 1e-2), lambda p: torch.optim.SGD(p, 1e-2)),
+    "momentum": (lambda p: FusedSGD(p, 1e-2, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, weight_decay=0.1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_complex_parameters(seeded, twin):
+    """With real ones in a group; missing and conjugated gradients; the states of both optimizers exchanged midway."""
+    ours, torchs = mixed(), mixed()
+    a, b = TWINS[twin][0](ours), TWINS[twin][1](torchs)
+    for step in range(5):
+        for x, y in zip(ours, torchs, strict=True):
+            g = None if step == 2 and x.dim() == 2 else torch.randn(x.shape, dtype=x.dtype)
+            x.grad, y.grad = (g, g) if g is None else (g.conj() if step == 3 else g.clone(), g.conj().resolve_conj() if step == 3 else g.clone())
+        a.step()
+        b.step()
+        for x, y in zip(ours, torchs, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
+        if step == 1:
+            of_a, of_b = copy.deepcopy(a.state_dict()), copy.deepcopy(b.state_dict())
+            a.load_state_dict(of_b)
+            b.load_state_dict({"state": of_a["state"], "param_groups": of_b["param_groups"]})
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_complex_parameters_in_lamb(seeded, limit):
+    """The norms of complex tensors are those of their parts."""
+    ours = mixed()
+    parts = [torch.nn.Parameter((torch.view_as_real(p.detach()) if p.is_complex() else p.detach()).clone()) for p in ours]
+    a, b = FusedLAMB(ours, 1e-2, max_grad_norm=limit), FusedLAMB(parts, 1e-2, max_grad_norm=limit)
+    for _ in range(3):
+        for x, y in zip(ours, parts, strict=True):
+            x.grad = torch.randn_like(x)
+            y.grad = (torch.view_as_real(x.grad) if x.is_complex() else x.grad).clone()
+        a.step()
+        b.step()
+        for x, y in zip(ours, parts, strict=True):
+            assert torch.equal(torch.view_as_real(x) if x.is_complex() else x, y)
+
+
 # --- a step that is refused ------------------------------------------------------------------------------
 
 
 REFUSED = {
-    "complex": (lambda: torch.ones(5, dtype=torch.complex64), "torch.complex64 .*allowed: float32"),
+    "complex halves": (lambda: torch.ones(5, dtype=torch.complex32), "torch.complex32 .*allowed: float32"),
+    "conjugated": (lambda: torch.ones(5, dtype=torch.complex64).conj(), "conjugated lazily.*resolve_conj"),
     "float8": (lambda: torch.ones(5).to(torch.float8_e4m3fn), "torch.float8_e4m3fn .*allowed: float32"),
     "meta": (lambda: torch.empty(5, device="meta"), "on meta; allowed: .* on cpu, cuda"),
     "expanded": (lambda: torch.ones(1).expand(5), "expanded.*clone it"),
