@@ -58,8 +58,8 @@ def save(folder: str | os.PathLike[str], step: int, model: nn.Module, optimizer:
     folder, rank, n = Path(folder), *_place()
     new, whole = folder / "new", folder / f"step-{step}"
     with _together("saving", new):
-        if step < 1:
-            raise ValueError(f"step {step}: a checkpoint is of one step or more")
+        if not isinstance(step, int) or step < 1:
+            raise ValueError(f"step={step!r}: a checkpoint is of one step or more; give how many are done, as a number")
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep={keep!r}: so many checkpoints remain, the new one among them: give 1 or more")
         if rank == 0:
@@ -78,7 +78,9 @@ def save(folder: str | os.PathLike[str], step: int, model: nn.Module, optimizer:
         tree = _mapped(parts, lambda path, value: _set_aside(path, value, shards))
         _loads(tree)
         if not new.is_dir():
-            raise FileNotFoundError(f"{new}, which rank 0 has made, is not seen here; all ranks need one folder")
+            raise FileNotFoundError(
+                f"{new}, which rank 0 has made, is not seen here: ranks need one folder, each training one of its own"
+            )
     own = _leave_out_what_rank_0_has(tree, {k for k, _ in _bare(model).named_buffers()}) if n > 1 else []
     tree["ranks"], tree["differ"] = n, sorted({path for paths in _gathered(own) for path in paths})
     with _together("saving", new):

@@ -483,3 +483,10 @@ def test_none_to_keep(keep: object, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"rank 0: ValueError: keep={keep!r}: .*: give 1 or more"):
         checkpoint.save(tmp_path, 2, model, keep=keep)  # type: ignore[arg-type]
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize("step", [0, "7", 1.5])
+def test_steps_that_are_none(step: object, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"rank 0: ValueError: step={step!r}: .*of one step or more"):
+        checkpoint.save(tmp_path / "there", step, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    assert not (tmp_path / "there").exists()
