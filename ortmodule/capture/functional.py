@@ -82,6 +82,7 @@ class Functionalizer:
         self.same_or_copy: list[tuple[V, int, V]] = []
         self.reshaped: list[tuple[V, int, V]] = []  # the same of reshape()
         self.memory: dict[int, set[Base]] = {}  # which values have had tensors over a storage of the trace
+        self.edited: dict[fx.Node, fx.Node] = {}  # what an edit in place returns -> the tensor that it has edited
 
     # --- nodes
 
@@ -500,10 +501,12 @@ class Functionalizer:
 
     def aliases(self, node: fx.Node, val: Tensor) -> bool:
         """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always.
-        Three exceptions: detach (a view to us), recorded constants (do not share their storage with their views),
-        dropout that drops nothing (is its input, but is recorded as a copy)."""
+        Four exceptions: detach (a view to us), recorded constants (do not share their storage with their views), what
+        an edit in place of one returns (has a storage of its own), dropout that drops nothing (is its input, but is
+        recorded as a copy)."""
         target, of = node.target, node.args[0]
         assert isinstance(of, fx.Node)
+        of = self.edited.get(of, of)
         name = name_of(target)
         if name == "detach":
             return True
@@ -552,14 +555,16 @@ class Functionalizer:
         given = {a.name: x for a, x in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
         if len(written) != 1:
             raise self.fail(f"{target}: writes {len(written)} of its arguments; one is supported")
-        v = env[cast(fx.Node, given[written[0]])]
+        of = cast(fx.Node, given[written[0]])
+        v = env[of]
         if not isinstance(v, V):
             raise self.fail(f"{target}: writes something that is not a tensor")
         env[node] = v
+        self.edited[node] = self.edited.get(of, of)
         if name == "requires_grad_":
             return
         if name == "detach_":
-            at, own = cast(fx.Node, given[written[0]]), [v]
+            at, own = of, [v]
             while v.parent is not None:  # of what is the tensor itself, as torch.tensor(a size) makes it
                 v = self.operands_returned(at, at.meta["val"], env).get(0, v)
                 if v is env[at]:

@@ -247,6 +247,47 @@ def test_a_square_that_is_turned_in_place(rule: Callable[[Tensor], tuple[Tensor,
     assert any("changes the shape of what it writes" in e.reason for e in ours.report().eager)
 
 
+class Kept(nn.Module):
+    """Edits a tensor that is neither parameter nor buffer, then goes on with what the edit returns."""
+
+    def __init__(self, rule: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.plain = torch.arange(-8.0, 8.0, dtype=F64).view(4, 4)
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rule(self, x)
+
+
+def a_view_of_it(m: Any, x: Tensor) -> Tensor:
+    m.plain[m.plain > 0] = 1.5
+    m.plain.t().mul_(2.0)
+    return m.plain * x
+
+
+def a_view_of_what_is_edited_twice(m: Any, x: Tensor) -> Tensor:
+    v = m.plain.mul_(2).add_(1)[..., ::2]
+    m.plain[0] = 3
+    return v * x[:, :2]
+
+
+def written_by_out(m: Any, x: Tensor) -> Tensor:
+    v = torch.cumsum(x.detach(), 0, out=m.plain)[1]
+    m.plain.mul_(2)
+    return v * x
+
+
+@pytest.mark.parametrize("rule", [a_view_of_it, a_view_of_what_is_edited_twice, written_by_out])
+def test_views_of_what_an_edit_returns(rule: Callable[[Any, Tensor], Tensor]) -> None:
+    eager, kept = Kept(rule), Kept(rule)
+    ours = ORTModule(kept)
+    for k in range(3):
+        x = torch.randn(4, 4, dtype=F64, generator=torch.Generator().manual_seed(k))
+        torch.testing.assert_close(ours(x.requires_grad_()), eager(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(kept.plain, eager.plain, rtol=1e-12, atol=1e-12)
+    assert not ours.report().eager
+
+
 def test_inplace_dropout_trains() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Hardswish(inplace=True), nn.Dropout(0.5, inplace=True), nn.Linear(64, 2))
     wrapped = ORTModule(model)
