@@ -45,7 +45,7 @@ from .skeleton import (
     state_of,
     unreadable,
 )
-from .tracing import Warned, keep_attributes, keep_random_state, light, patched_torch, without_warnings
+from .tracing import Warned, keep_attributes, keep_random_state, light, no_history, patched_torch, without_warnings
 
 _PREFIX = "m."  # the user's module inside the wrapper
 
@@ -423,6 +423,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         }
     with (
         keep_attributes(module),
+        no_history(module),
         opaque.keep_functions(),
         marks.marked(module, cut, keep) as rest,
         opaque.keep_modules(module, rest),

@@ -56,6 +56,21 @@ def _changes_flag(tensor: Tensor, wanted: Any = True) -> bool:
     return tensor.requires_grad != bool(wanted)
 
 
+def _has_history(t: Any) -> bool:
+    """Neither a stand-in nor a leaf: an edit in place in a trace would stay in its history."""
+    of = t._base if isinstance(t, Tensor) and t._is_view() else t
+    return type(of) is Tensor and of.grad_fn is not None
+
+
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = frozenset(["__setitem__", *[f"__i{op}__" for op in _OPERATORS]])
+
+
+def _edits(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
 def _no_float(tensor: Tensor) -> bool:
     """It never has a gradient, so never a grad_fn."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
@@ -65,6 +80,7 @@ _HOOK = "a hook on a tensor made in forward would not run"
 _MOMENT = "the answer belongs to one moment, a graph is made once"
 _GRAD = "a graph leaves the gradients of before a call alone"
 _FLAG = ("forward changes requires_grad of a tensor that was there before", True)
+_HISTORY = ("forward edits a tensor that an earlier call has made part of autograd's graph", True)
 _REFUSED: dict[Any, tuple[str, bool]] = {  # reason; whether only the whole module can answer
     Tensor.register_hook: (f"forward calls Tensor.register_hook: {_HOOK}", False),
     Tensor.register_post_accumulate_grad_hook: (
@@ -160,12 +176,14 @@ class Asked(TorchFunctionMode):
         by = _asking(1)
         file = by.f_code.co_filename
         user, refused = self._is_user_file(file), _REFUSED.get(func, _REFUSED.get(inspect.unwrap(func)))
+        if self._real is not None and args and _has_history(args[0]) and _edits(func):
+            refused = _HISTORY
         run = _gaussian_nll_loss if func is _GAUSSIAN else func
         if func is _L1 and (weight := _l1_weight(sys._getframe(1))) is not None:
             run, kwargs = _l1_loss, {**kwargs, "weight": weight}
         if user and refused is None and not (func == _GRAD_FN and _no_float(args[0])):
             refused = _OF_A_MOMENT.get(func)
-        if not user and (refused is None or not file.startswith(_FOR_OTHERS)):
+        if not user and (refused is None or refused is not _HISTORY and not file.startswith(_FOR_OTHERS)):
             return self._noted(func, args, kwargs, run(*args, **kwargs), False)
         try:
             changes = refused is _FLAG and _changes_flag(*args, **kwargs)

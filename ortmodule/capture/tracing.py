@@ -26,6 +26,7 @@ from .. import torch_private as private
 from ..errors import CaptureError
 from ..frames import is_user_file
 from ..patches import Patch, only_here, replaced
+from ..watch import watching
 
 _TORCH_NN = os.path.join(frames.TORCH_DIR, "nn", "")
 _FUNCTIONAL = os.path.join(_TORCH_NN, "functional.py")
@@ -73,6 +74,31 @@ def keep_attributes(root: nn.Module, registered: bool = False) -> Iterator[None]
             if _differs(now, old_items):
                 now.clear()
                 now.extend(old_items) if isinstance(now, list) else now.update(old_items)
+
+
+@contextlib.contextmanager
+def no_history(root: nn.Module) -> Iterator[None]:
+    """Around a trace. Autograd's metadata of a tensor that is neither parameter, buffer nor argument is the real one in
+    a trace: what is written there makes it part of the trace's graph, and it requires a gradient. It is a leaf again
+    afterwards, as it was (refused.py, _HISTORY)."""
+    start = _sequence_nr()
+    try:
+        yield
+    finally:
+        watch = watching()
+        met = [t for t in watch.met() if isinstance(t, Tensor)] if watch is not None else []
+        own = [t for m in root.modules() for t in m.__dict__.values() if isinstance(t, Tensor)]
+        for t in {id(t): t for t in (*own, *met)}.values():
+            if t.grad_fn is not None and not t._is_view() and t.grad_fn._sequence_nr() >= start:
+                t.detach_()
+
+
+def _sequence_nr() -> int:
+    """The number that autograd gives to the next node of this thread."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn
+    assert node is not None
+    return node._sequence_nr()
 
 
 def _differs(a: Any, b: Any) -> bool:

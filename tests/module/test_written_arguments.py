@@ -108,6 +108,46 @@ def test_a_state_that_becomes_part_of_the_graph(where: str) -> None:
     assert [e.reason.split(" into ")[0] for e in ours.report().eager] == ["forward writes what requires a gradient"]
 
 
+@pytest.mark.parametrize("where", ["plain", "held", "a part"])
+def test_a_capture_leaves_no_history_behind(where: str) -> None:
+    """A state that is multiplied at every call, over sizes of which each is captured; forward asks whether it is part
+    of the graph."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((4,), 1.5, dtype=torch.float64))
+            self.plain = torch.ones(4, dtype=torch.float64)
+            self.held = [torch.ones(4, dtype=torch.float64)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = self.held[0] if where == "held" else self.plain
+            was = state.requires_grad
+            if where == "a part":
+                state[1:].mul_(self.scale[1:])
+            else:
+                state.mul_(self.scale)
+            return state * x + (1 if was else 0)
+
+    eager = Scaled()
+    ours = ORTModule(copy.deepcopy(eager))
+    for m in (eager, ours):
+        first = m(torch.ones(4, dtype=torch.float64))
+        others = [m(torch.ones(*size, 4, dtype=torch.float64)).sum() for size in ((3,), (1, 3))]
+        (first.sum() + others[0] + others[1]).backward()
+        assert first.max() == 1.5  # it was no part of the graph
+    assert type(ours.scale.grad) is Tensor
+    torch.testing.assert_close(ours.scale.grad, eager.scale.grad, rtol=1e-12, atol=0)
+    state, wanted = (m.held[0] if where == "held" else m.plain for m in (ours, eager))
+    torch.testing.assert_close(state, wanted, rtol=1e-12, atol=0)
+    steps = []
+    for node in (state.grad_fn, wanted.grad_fn):
+        steps.append(0)
+        while node is not None:
+            steps[-1], node = steps[-1] + 1, node.next_functions[0][0] if node.next_functions else None
+    assert steps[0] == steps[1]
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
