@@ -257,7 +257,8 @@ class _Noting(TorchFunctionMode):
         out = func(*args, **given)
         self._numbered(out)
         if not self._again:
-            net.returned[at] = out if private.transforms() is None and _lasting(out) else _AGAIN
+            lasting = func is Tensor.__setitem__ or _lasting(out)  # which writes to stand-ins alone, and has done so
+            net.returned[at] = out if private.transforms() is None and lasting else _AGAIN
             net.counts[at] = self._count
         return out
 

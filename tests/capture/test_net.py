@@ -309,8 +309,16 @@ def adds_to_what_is_detached(m: Net, x: Tensor) -> Tensor:
     return h * scale
 
 
-@pytest.mark.parametrize("rule", [adds_to_zeros, adds_to_what_is_detached])
+def assigns_to_what_has_an_earlier_view(m: Net, x: Tensor) -> Tensor:
+    h = m.linear(x)
+    with torch.no_grad():
+        v = h.reshape(-1)
+    h[0] = v[0]
+    return h * 2
+
+
+@pytest.mark.parametrize("rule", [adds_to_zeros, adds_to_what_is_detached, assigns_to_what_has_an_earlier_view])
 def test_no_false_alarm_where_an_edit_makes_a_gradient(rule: Callable[..., Tensor]) -> None:
-    """Asked before, the tensor answers as it was before."""
+    """Asked before, the tensor answers as it was before; and what is assigned to it is not so again."""
     agreed, ours = beside(rule, lambda step: None, 11)
     assert all(agreed) and not ours.report().eager and checked(ours) == [100]
