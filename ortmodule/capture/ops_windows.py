@@ -93,10 +93,13 @@ def unfold(c: Converter, n: Node, x: Node, dim: int, size: Any, step: int) -> Va
 @row("as_strided")
 def as_strided(c: Converter, n: Node, x: Node, size: Any, stride: Any, offset: Any) -> Val:
     """Elements by their place in memory, gathered where it is known which the operand's memory holds. Places behind it
-    are out of range: PyTorch, whose memory may hold more, runs such a call."""
+    are out of range, which with symbols for sizes a call tells: PyTorch, whose memory may hold more, runs such a
+    one."""
     v, t = c.v(x), x.val
     order = order_of(t)
-    if order is None or offset is not None and as_written(offset) != as_written(t.storage_offset()):
+    known = all(isinstance(k, int) for k in (*size, *stride, *t.shape)) and 0 not in size
+    behind = known and sum((k - 1) * step for k, step in zip(size, stride, strict=True)) >= t.numel()
+    if order is None or behind or offset is not None and as_written(offset) != as_written(t.storage_offset()):
         raise CaptureError("as_strided of a tensor whose memory holds more than its elements", *n.src)
     flat = c.reshape(c.transpose(v, order), (math.prod(v.shape),))
     index = c.scalar(0, I64)

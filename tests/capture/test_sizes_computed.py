@@ -105,6 +105,22 @@ def test_memory_that_is_not_there_is_pytorchs(name: str) -> None:
     run(Of(ELSEWHERE[name]), [(2, 8), (3, 13), (4, 5)])
 
 
+def test_places_behind_the_elements_are_seen_at_the_capture(caplog: pytest.LogCaptureFixture) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.arange(16.0).view(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w[0].as_strided((2, 2), (4, 1)) * x
+
+    of, x = Rows(), torch.randn(2, 2)
+    model = ORTModule(of)
+    torch.testing.assert_close(model(x), Rows.forward(of, x))
+    assert [e.reason for e in model.report().eager] == ["as_strided of a tensor whose memory holds more than its elements"]
+    assert "the engine failed" not in caplog.text
+
+
 def test_an_argument_in_another_order() -> None:
     """as_strided of an argument sees its memory: a capture does not hold for other strides."""
     of = Of(lambda m, x: torch.sin(x).as_strided((2, 3), (3, 1)) * m.w[0])
