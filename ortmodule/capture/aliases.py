@@ -18,7 +18,8 @@ DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropou
 
 
 class Base:
-    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views", "behind", "untrained")
+    __slots__ = ("node", "version", "input", "flushed", "held", "hosts", "kin", "loud", "views", "behind", "untrained",
+                 "constant")
 
     def __init__(self, node: Node, is_input: bool = False) -> None:
         self.node = node
@@ -32,6 +33,7 @@ class Base:
         self.loud = False  # written by more than training batch_norm, whose edit is no new version
         self.untrained = False  # what training batch_norm has put there has no gradient
         self.input = node if is_input else None
+        self.constant = False  # a recorded one: neither parameter, buffer nor argument
 
 
 class V:

@@ -34,7 +34,7 @@ from .. import autocast
 from .. import torch_private as private
 from ..errors import CaptureError
 from . import checkpoints, layouts, marks
-from .aliases import DROPOUTS, EACH, RESHAPES, SAME, WHOLE, Base, Held, V, one_memory, same_memory
+from .aliases import DROPOUTS, EACH, MAYBE, RESHAPES, SAME, WHOLE, Base, Held, V, one_memory, same_memory
 from .export import Exported, Source, source_of
 from .opaque import CUT, HOST, SHARES
 from .operands import named
@@ -335,6 +335,7 @@ class Functionalizer:
                 env[node] = same[id(source.tensor)]
                 continue
             base = Base(Node(INPUT, (), {}, val, self.src), True)
+            base.constant = node.name.startswith("c_")
             env[node] = self.lies(V(base, base.node))
             held.append((source, base))
             if source.tensor is not None:
@@ -474,13 +475,14 @@ class Functionalizer:
         if not self.mutates:
             return V(Base(value), value)
         first = env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-        if isinstance(first, V) and self.aliases(node, val):
+        if isinstance(first, V) and self.aliases(node, val, first):
             return V(first.base, value, first, made, item)
         if name_of(node.target) not in DROPOUTS and node.target is not HOST:
             each = name_of(node.target) in EACH and item >= 0
-            for x in [cast("list[fx.Node]", node.args[0])[item]] if each else node.all_input_nodes:  # of einsum
-                of = env.get(x)
-                if not isinstance(of, V) or of is first or not one_memory(val, x.meta.get("val")):
+            for given in [cast("list[fx.Node]", node.args[0])[item]] if each else node.all_input_nodes:  # of einsum
+                x = self.edited.get(given, given)
+                of, seen = env.get(x), self.again(node)[item] if each and _is_constant(env[x]) else val
+                if not isinstance(of, V) or of is first or not one_memory(seen, x.meta.get("val")):
                     continue
                 views = same_memory(x.meta["val"], val, self.grad)
                 if views is None and name_of(node.target) == "broadcast_tensors":  # of sizes that are symbols
@@ -499,7 +501,7 @@ class Functionalizer:
                 return of
         return V(Base(value), value)
 
-    def aliases(self, node: fx.Node, val: Tensor) -> bool:
+    def aliases(self, node: fx.Node, val: Tensor, first: V) -> bool:
         """Whether the result is a view of the first argument: the recorded storages say it, schemas do not always.
         Four exceptions: detach (a view to us), recorded constants (do not share their storage with their views), what
         an edit in place of one returns (has a storage of its own), dropout that drops nothing (is its input, but is
@@ -513,22 +515,31 @@ class Functionalizer:
         if name in DROPOUTS:
             p, train = cast("tuple[float, bool]", node.args[1:3])
             return not train or p == 0
+        if name in RESHAPES | MAYBE and _is_constant(first):
+            return one_memory(self.again(node), of.meta["val"])
         if of.op == "placeholder" and of.name.startswith("c_"):
             returns = cast(Any, target)._schema.returns
             return name != "lift_fresh_copy" and bool(returns) and returns[0].alias_info is not None
         return bool(private.storage_of(val) == private.storage_of(of.meta["val"]))
 
+    def again(self, node: fx.Node) -> Any:
+        """What an operation gives on what was recorded of its operands: its views share their storage."""
+        def recorded(n: fx.Node) -> Any:
+            return self.edited.get(n, n).meta.get("val")
+
+        args, kwargs = cast(Any, fx.node.map_arg((node.args, node.kwargs), recorded))
+        with self.fake_mode or contextlib.nullcontext(), layouts.no_conditions(self.fake_mode):
+            return cast(Any, node.target)(*args, **kwargs)
+
     def operands_returned(self, node: fx.Node, val: Any, env: dict[fx.Node, Any]) -> dict[int, V]:
         """Results that are an operand itself, by their number (a conversion to what it is already). The trace takes
         such an operand, wherever else it is used, for the result."""
-        of = {id(x.meta["val"]): env[x] for x in node.all_input_nodes if isinstance(env.get(x), V)}
+        of = {id(self.edited.get(x, x).meta["val"]): env[x] for x in node.all_input_nodes if isinstance(env.get(x), V)}
         vals = [val] if isinstance(val, Tensor) else [x for x in val if isinstance(x, Tensor)]
         if not any(one_memory(x, y.meta.get("val")) for x in vals for y in node.all_input_nodes):
             return {}
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
         try:
-            with self.fake_mode or contextlib.nullcontext(), layouts.no_conditions(self.fake_mode):
-                out = cast(Any, node.target)(*args, **kwargs)
+            out = self.again(node)
         except Exception:  # what cannot be told is a new object
             return {}
         outs = [out] if isinstance(out, Tensor) else out
@@ -618,6 +629,11 @@ class Functionalizer:
                 over = [x for x in args if isinstance(x, Node)]
                 new = self.make(*((ZERO, (new, *over)) if _STEPS[name] else (THROUGH, (new, over[0]))), {}, val)
         self.write(v, new, name in ("copy_", "fill_", "zero_") or name in _DRAWS)
+
+
+def _is_constant(v: Any) -> bool:
+    """Is it, or a view of it, a tensor that is neither parameter nor buffer nor argument?"""
+    return isinstance(v, V) and v.base.constant
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -277,7 +277,27 @@ def written_by_out(m: Any, x: Tensor) -> Tensor:
     return v * x
 
 
-@pytest.mark.parametrize("rule", [a_view_of_it, a_view_of_what_is_edited_twice, written_by_out])
+def one_of_several(m: Any, x: Tensor) -> Tensor:
+    torch.broadcast_tensors(x, m.plain)[1].add_(1)
+    torch.broadcast_tensors(x, m.plain.mul_(2))[1].add_(1)
+    return m.plain * x
+
+
+def at_least_as_many_axes(m: Any, x: Tensor) -> Tensor:
+    torch.atleast_2d(m.plain).mul_(2)
+    torch.atleast_3d(m.plain.add_(1)).mul_(2)
+    return m.plain * x
+
+
+def a_copy_in_another_type(m: Any, x: Tensor) -> Tensor:
+    h = m.plain.float()
+    h.mul_(2)
+    m.plain.double().add_(1)
+    return m.plain * x + h
+
+
+@pytest.mark.parametrize("rule", [a_view_of_it, a_view_of_what_is_edited_twice, written_by_out, one_of_several,
+                                  at_least_as_many_axes, a_copy_in_another_type])  # fmt: skip
 def test_views_of_what_an_edit_returns(rule: Callable[[Any, Tensor], Tensor]) -> None:
     eager, kept = Kept(rule), Kept(rule)
     ours = ORTModule(kept)
