@@ -23,7 +23,7 @@ FULL: dict[str, list[str]] = {
     ],
     "module/test_conv_host.py": ["test_who_computes[bfloat16]", "test_errors_with_either[host]"],
     "module/test_left_behind.py": ["[Weights]", "[InObject]", "[Queued]", "[Filled]"],
-    "module/test_left_to_pytorch.py": ["[attentions]"],
+    "module/test_left_to_pytorch.py": ["[attentions-False]", "[attentions-True]", "[attentions-engine]"],
     "module/test_memory_budget.py": ["[vit]", "[llama]", "[bert]"],
     "module/test_memory_half.py": ["[neox]"],
     "module/test_memory_level.py": ["[t5-25.0]", "[t5-0.01]", "[llama-25.0]"],
