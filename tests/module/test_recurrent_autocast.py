@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ortmodule import ORTModule
-from ortmodule.capture import export
+from ortmodule.capture import tracing
 
 CASES = {
     "lstm": (nn.LSTM, {"num_layers": 2, "batch_first": True}),
@@ -86,7 +86,7 @@ def test_types(kind: type[nn.RNNBase], weight: torch.dtype, given: torch.dtype, 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_types_whatever_the_default_was_at_the_first_capture(kind: type[nn.RNNBase]) -> None:
     """What PyTorch gives is asked once a process."""
-    export._lowered.cache_clear()
+    tracing._lowered.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         ORTModule(nn.Linear(3, 2), strict=True)(torch.randn(2, 3)).sum().backward()
