@@ -185,21 +185,19 @@ class _Work:
         if not isinstance(x_val, Tensor):
             raise _No
         found = self.cast(x, real)
-        if self.is_pair(x) or not x_val.dim():
+        if self.is_pair(x):
             return found
         return self.make(aten.unsqueeze.default, (found, x_val.dim()), (*x_val.shape, 1), real)
 
     def both_parts(self, x: Any) -> Node:
         """A tensor as a pair: the imaginary part of a real one is 0."""
-        if not isinstance(x, Node) or not isinstance(self.val(x), Tensor):
+        found = self.operand(x)
+        if not isinstance(found, Node):
             raise _No
-        real = REAL[self.n.val.dtype]
-        found = self.cast(x, real)
         if self.is_pair(x):
             return found
-        shape = x.val.shape
-        found = self.make(aten.unsqueeze.default, (found, len(shape)), (*shape, 1), real)
-        return self.make(aten.constant_pad_nd.default, (found, [0, 1]), (*shape, 2), real)
+        v = self.val(x)
+        return self.make(aten.constant_pad_nd.default, (found, [0, 1]), (*v.shape, 2), REAL[self.n.val.dtype])
 
 
 def _name(target: Any) -> str:
