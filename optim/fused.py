@@ -258,10 +258,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], store: int, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> cuda.Lists:
         """Parameters, gradients, two moments, masters, step counters."""
-        moments: cuda.Lists = [[s[name] for s in states] for name in self._moments]
-        weights: cuda.Lists = [params, grads, *moments]
+        weights = [params, grads, *([s[name] for s in states] for name in self._moments)]
         if store == COMPLEX:
-            weights = [x and reals(x) for x in weights]
+            weights = [reals(x) for x in weights]
         return [*weights, self._masters(store, states), [s["step"] for s in states]]
 
     def _constants(self, group: dict[str, Any], lr: Any, inv_scale: float) -> tuple[Any, ...]:

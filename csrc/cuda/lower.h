@@ -96,7 +96,6 @@ static inline int64_t om_gpu_grid(int64_t n, int64_t threads) { /* for OVER_GRID
     const int64_t blocks = om_gpu_blocks(n, threads);
     return blocks < 1 << 20 ? blocks : 1 << 20;
 }
-/* Number `axis` of an attribute's list, one number for all, or `otherwise`. */
 /* The kernel of an EACH_FLOAT for a dtype. */
 #define OM_GPU_OF(name, dtype) ((om_gpu_kernel)(OM_GPU_##name##_f32 + (dtype) - OM_F32))
 const om_row *om_cuda_rows(void); /* filled at first use */
