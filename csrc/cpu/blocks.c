@@ -1,17 +1,18 @@
-/* blocks.c - see blocks.h. One lock, one array of free blocks: a few hundred entries, searched linearly. The lock is
- * held over a fork, so that the child finds it free and the list whole. */
+/* blocks.c - see blocks.h. One lock, one array of free blocks in the order of their addresses: a few hundred entries,
+ * searched linearly. The lock is held over a fork, so that the child finds it free and the list whole. */
 #include "cpu/blocks.h"
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
-enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20, HOST_HEAD = 128 };
+enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20, HOST_HEAD = 128, SPARE = 64 };
 
 typedef struct block {
     om_block b;
     size_t cap;
-    uint64_t stamp;
+    uint64_t mapping, stamp;     /* number of the mapping that it is a part of, or all of; when it came back */
     void (*host_free)(void *user, void *p, size_t size); /* the host's: one piece with its data, HOST_HEAD before it */
     void *user;
 } block;
@@ -45,30 +46,86 @@ static void *map(size_t size) {
     return p;
 }
 
+static void leave(size_t i) { /* the list */
+    pool.st.free -= pool.free[i]->cap;
+    memmove(pool.free + i, pool.free + i + 1, (--pool.n - i) * sizeof *pool.free);
+}
+
 static void unmap_at(size_t i) {
     block *b = pool.free[i];
-    pool.st.free -= b->cap;
+    leave(i);
     munmap(b->b.data, b->cap);
     free(b);
-    pool.free[i] = pool.free[--pool.n];
+}
+
+static bool follows(const block *a, const block *b) {
+    return a->mapping == b->mapping && (char *)a->b.data + a->cap == b->b.data;
+}
+
+/* Puts a block among the free ones, and together with those that it was cut from. -> whether there was room for it */
+static bool enter(block *b) {
+    if (pool.n == pool.cap) {
+        const size_t cap = pool.cap ? pool.cap * 2 : 256;
+        block **p = realloc(pool.free, cap * sizeof *p);
+        if (!p) return false;
+        pool.free = p, pool.cap = cap;
+    }
+    size_t i = pool.n;
+    while (i && (uintptr_t)pool.free[i - 1]->b.data > (uintptr_t)b->b.data) i--;
+    if (i < pool.n && follows(b, pool.free[i])) {
+        block *next = pool.free[i];
+        leave(i);
+        b->cap += next->cap;
+        free(next);
+    }
+    if (i && follows(pool.free[i - 1], b)) {
+        block *last = pool.free[i - 1];
+        last->cap += b->cap, last->stamp = b->stamp, pool.st.free += b->cap;
+        free(b);
+        return true;
+    }
+    memmove(pool.free + i + 1, pool.free + i, (pool.n++ - i) * sizeof *pool.free);
+    pool.free[i] = b;
+    pool.st.free += b->cap;
+    return true;
+}
+
+static size_t smallest(size_t least, size_t most) { /* free block of so many bytes; pool.n: none */
+    size_t best = pool.n;
+    for (size_t i = 0; i < pool.n; i++)
+        if (pool.free[i]->cap >= least && pool.free[i]->cap <= most &&
+            (best == pool.n || pool.free[i]->cap < pool.free[best]->cap))
+            best = i;
+    return best;
 }
 
 static block *take(size_t size) { /* best fit, at most a quarter of waste */
-    size_t best = SIZE_MAX;
-    for (size_t i = 0; i < pool.n; i++)
-        if (pool.free[i]->cap >= size && pool.free[i]->cap <= size + size / 4 &&
-            (best == SIZE_MAX || pool.free[i]->cap < pool.free[best]->cap))
-            best = i;
-    if (best == SIZE_MAX) return NULL;
-    block *b = pool.free[best];
-    pool.free[best] = pool.free[--pool.n];
-    pool.st.free -= b->cap;
+    const size_t at = smallest(size, size + size / 4);
+    if (at == pool.n) return NULL;
+    block *b = pool.free[at];
+    leave(at);
     return b;
 }
 
+/* The beginning of a larger block; the rest of it stays free. */
+static block *cut(size_t size) {
+    const size_t at = smallest(size, SIZE_MAX);
+    block *head = at < pool.n ? malloc(sizeof *head) : NULL, *rest;
+    if (!head) return NULL;
+    rest = pool.free[at];
+    *head = (block){.b.data = rest->b.data, .cap = size, .mapping = rest->mapping};
+    rest->b.data = (char *)rest->b.data + size, rest->cap -= size, pool.st.free -= size;
+    return head;
+}
+
+/* What may be mapped while `size` bytes more are live. */
+static size_t most_mapped(size_t size) {
+    const size_t live = pool.st.live + size, most = live > pool.st.peak_live ? live : pool.st.peak_live;
+    return most + most / SPARE;
+}
+
 static void make_room(size_t size) {
-    size_t limit = pool.st.live + size > pool.st.peak_live ? pool.st.live + size : pool.st.peak_live;
-    while (pool.n && pool.st.live + pool.st.free + size > limit) {
+    while (pool.n && pool.st.live + pool.st.free + size > most_mapped(size)) {
         size_t old = 0;
         for (size_t i = 1; i < pool.n; i++)
             if (pool.free[i]->stamp < pool.free[old]->stamp) old = i;
@@ -90,6 +147,7 @@ static block *pool_get(size_t size) {
     pthread_once(&once, pool_once);
     pthread_mutex_lock(&pool.lock);
     block *b = mapped ? take(cap) : NULL;
+    if (!b && mapped && pool.st.live + pool.st.free + cap > most_mapped(cap)) b = cut(cap);
     if (!b) {
         if (mapped) make_room(cap);
         b = malloc(sizeof *b);
@@ -100,7 +158,7 @@ static block *pool_get(size_t size) {
             data = map(cap);
         }
         if (data) {
-            *b = (block){.b.data = data, .cap = cap};
+            *b = (block){.b.data = data, .cap = cap, .mapping = pool.st.mapped};
         } else {
             free(b);
             b = NULL;
@@ -121,17 +179,7 @@ static void pool_put(block *b) {
     pool.st.live -= b->cap;
     b->stamp = ++pool.clock;
     const bool mapped = b->cap >= SMALL;
-    bool keep = mapped;
-    if (keep && pool.n == pool.cap) {
-        size_t cap = pool.cap ? pool.cap * 2 : 256;
-        block **p = realloc(pool.free, cap * sizeof *p);
-        if (p) pool.free = p, pool.cap = cap;
-        else keep = false;
-    }
-    if (keep) {
-        pool.free[pool.n++] = b;
-        pool.st.free += b->cap;
-    } else {
+    if (!mapped || !enter(b)) {
         if (mapped) munmap(b->b.data, b->cap);
         else free(b->b.data);
         free(b);

@@ -1,10 +1,11 @@
 /* blocks.h - blocks that a host may hold: outputs, gradients, arenas. Kept when they come back, so that a step after
  * the first touches no fresh page (measured on GPT-2's gradients: 429 -> 30 ms a step).
  *
- * A block is handed out whole. Small ones (< 64 KiB) come from malloc. Larger ones are mapped, 2 MiB-aligned and
- * advised for huge pages, and kept in a free list searched best-fit with at most a quarter of waste. What is mapped
- * never exceeds the highest volume that was live at one time: before a new block is mapped, free blocks that do not fit
- * are given back, oldest first. Thread-safe.
+ * Small ones (< 64 KiB) come from malloc. Larger ones are mapped, 2 MiB-aligned and advised for huge pages, and kept in
+ * a free list searched best-fit with at most a quarter of waste. What is mapped never exceeds the highest volume that
+ * was live at one time. Where nothing fits and mapping would exceed it, a block is cut off a larger one, and is one with
+ * it again when both are free: logits before, gradients after, in the same pages at every step. Where nothing is large
+ * enough either, free blocks are given back, oldest first, and a new one is mapped. Thread-safe.
  *
  * A host with an allocator of its own (services.alloc) gets its blocks from there instead, each by one call.
  */
