@@ -7,12 +7,13 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20, HOST_HEAD = 128, SPARE = 64 };
+enum { SMALL = 64 << 10, HUGE_PAGE = 2 << 20, HOST_HEAD = 128 };
 
 typedef struct block {
     om_block b;
     size_t cap;
-    uint64_t mapping, stamp;     /* number of the mapping that it is a part of, or all of; when it came back */
+    size_t whole;                /* bytes of the mapping that it is a part of, or all of */
+    uint64_t mapping, stamp;     /* number of that mapping; when it came back */
     void (*host_free)(void *user, void *p, size_t size); /* the host's: one piece with its data, HOST_HEAD before it */
     void *user;
 } block;
@@ -24,6 +25,8 @@ static struct {
     size_t n, cap;
     om_pool_stats st;
     uint64_t clock;
+    size_t spare; /* bytes above the highest volume that may be mapped */
+    bool tight;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static void pool_fork(void) { pthread_mutex_lock(&pool.lock); }
@@ -113,24 +116,39 @@ static block *cut(size_t size) {
     block *head = at < pool.n ? malloc(sizeof *head) : NULL, *rest;
     if (!head) return NULL;
     rest = pool.free[at];
-    *head = (block){.b.data = rest->b.data, .cap = size, .mapping = rest->mapping};
+    *head = (block){.b.data = rest->b.data, .cap = size, .whole = rest->whole, .mapping = rest->mapping};
     rest->b.data = (char *)rest->b.data + size, rest->cap -= size, pool.st.free -= size;
     return head;
 }
 
-/* What may be mapped while `size` bytes more are live. */
-static size_t most_mapped(size_t size) {
-    const size_t live = pool.st.live + size, most = live > pool.st.peak_live ? live : pool.st.peak_live;
-    return most + most / SPARE;
+static size_t most_live(size_t size) {
+    return pool.st.live + size > pool.st.peak_live ? pool.st.live + size : pool.st.peak_live;
 }
 
-static void make_room(size_t size) {
-    while (pool.n && pool.st.live + pool.st.free + size > most_mapped(size)) {
-        size_t old = 0;
-        for (size_t i = 1; i < pool.n; i++)
-            if (pool.free[i]->stamp < pool.free[old]->stamp) old = i;
-        unmap_at(old);
+static bool room(size_t size) { /* to map so many bytes more */
+    return pool.st.live + pool.st.free + size <= most_live(size) + pool.spare;
+}
+
+/* Whole mappings first, oldest first: where a rest is given back, its mapping is too small for what came from it. */
+static size_t least_missed(void) {
+    size_t best = 0;
+    for (size_t i = 1; i < pool.n; i++) {
+        const block *a = pool.free[i], *b = pool.free[best];
+        const bool whole = a->cap == a->whole, other = b->cap == b->whole;
+        if (whole != other ? whole : a->stamp < b->stamp) best = i;
     }
+    return best;
+}
+
+/* What is given back where the volume does not grow will be missed at the next step: from then on a little more is
+ * kept. */
+static void make_room(size_t size) {
+    if (room(size)) return;
+    if (!pool.tight && pool.st.live + size <= pool.st.peak_live) {
+        pool.spare += pool.st.peak_live / 64;
+        if (pool.spare > pool.st.peak_live / 8) pool.spare = pool.st.peak_live / 8;
+    }
+    while (pool.n && !room(size)) unmap_at(least_missed());
 }
 
 /* The capacity alone says where a block's memory is from: below SMALL malloc, else a mapping. */
@@ -147,7 +165,7 @@ static block *pool_get(size_t size) {
     pthread_once(&once, pool_once);
     pthread_mutex_lock(&pool.lock);
     block *b = mapped ? take(cap) : NULL;
-    if (!b && mapped && pool.st.live + pool.st.free + cap > most_mapped(cap)) b = cut(cap);
+    if (!b && mapped && !room(cap)) b = cut(cap);
     if (!b) {
         if (mapped) make_room(cap);
         b = malloc(sizeof *b);
@@ -158,7 +176,7 @@ static block *pool_get(size_t size) {
             data = map(cap);
         }
         if (data) {
-            *b = (block){.b.data = data, .cap = cap, .mapping = pool.st.mapped};
+            *b = (block){.b.data = data, .cap = cap, .whole = cap, .mapping = pool.st.mapped};
         } else {
             free(b);
             b = NULL;
@@ -216,6 +234,12 @@ void om_cpu_block_put(om_block *block_) {
     else pool_put(b);
 }
 
+void om_cpu_blocks_tight(void) {
+    pthread_mutex_lock(&pool.lock);
+    pool.spare = 0, pool.tight = true;
+    pthread_mutex_unlock(&pool.lock);
+}
+
 om_pool_stats om_pool_state(void) {
     pthread_mutex_lock(&pool.lock);
     om_pool_stats s = pool.st;
@@ -227,7 +251,7 @@ size_t om_pool_trim(bool anew) {
     pthread_mutex_lock(&pool.lock);
     size_t bytes = pool.st.free;
     while (pool.n) unmap_at(pool.n - 1);
-    if (anew) pool.st.peak_live = pool.st.live;
+    if (anew) pool.st.peak_live = pool.st.live, pool.spare = 0, pool.tight = false;
     pthread_mutex_unlock(&pool.lock);
     return bytes;
 }

@@ -53,6 +53,7 @@ typedef struct om_device {
     om_block *(*block_get)(om_ctx *cx, size_t size);
     void (*block_put)(om_block *b); /* om_block_put; any thread, any time */
     size_t (*block_size)(om_ctx *cx, size_t size); /* what a block of `size` bytes takes; NULL: just these */
+    void (*blocks_tight)(void); /* a budget is kept: from now on no memory beside what lives at once; NULL: so it is */
     om_status (*copy)(om_ctx *cx, const om_tensor *src, om_tensor *dst);  /* any strides, converts; within the device */
     /* The same for copies of a plan: src and dst are prepared once, without addresses, in `mem` of the plan's life, and
      * run with them at every step. Both NULL: `copy` does it. */

@@ -415,6 +415,7 @@ static om_status fit_find(om_ctx *cx, om_model *m, const ask *a, const om_tensor
         }
         b->next = m->budget;
         m->budget = b;
+        if (m->cx->device->blocks_tight) m->cx->device->blocks_tight();
     }
     OM_TRY(om_budget_fit(cx, b, in, bytes, share, fit, &again));
     ask with = *a;

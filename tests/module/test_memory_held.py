@@ -57,6 +57,47 @@ def test_steps_after_the_first_ones_ask_the_system_for_nothing() -> None:
     assert _C.pool_stats()["mapped"] > before, "the counter counts"
 
 
+class Wide(nn.Module):
+    """Results of 4.5 MiB, which are gone when most gradients of 1 MiB are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(24))
+        self.head = nn.Linear(512, 4608)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x).relu()
+        y = self.head(x)
+        return y.square().mean(), y
+
+
+def test_results_and_gradients_share_pages_step_after_step() -> None:
+    torch.manual_seed(0)
+    _C.pool_trim()
+    ours, x = ORTModule(Wide(), keep_memory=60.0), torch.randn(256, 512)
+    for i in range(12):
+        if i == 6:
+            before = _C.pool_stats()
+        ours(x)[0].backward()
+        ours.zero_grad()
+    after = _C.pool_stats()
+    assert after["mapped"] == before["mapped"], (before, after)
+    assert after["free"] + after["live"] <= after["peak_live"] * 9 / 8
+
+
+def test_under_a_budget_nothing_is_kept_beside_what_lives_at_once() -> None:
+    torch.manual_seed(0)
+    _C.pool_trim()
+    ours, x = ORTModule(Wide(), keep_memory=60.0, memory_budget="1 GB"), torch.randn(256, 512)
+    for _ in range(6):
+        ours(x)[0].backward()
+        ours.zero_grad()
+    stats = _C.pool_stats()
+    assert stats["free"] + stats["live"] <= stats["peak_live"]
+    _C.pool_trim()  # other tests keep none
+
+
 def test_what_nobody_uses_is_given_back_and_a_slow_loop_is_learnt() -> None:
     ours, batch, optimizer = made(0.2)
     train(ours, batch, optimizer, 2)
