@@ -14,7 +14,8 @@ ever. torch.export notices none of it. So while the user's forward is traced
   - torch's generator as its functions see it (manual_seed, fork_rng, set_rng_state, however they were imported) refuses
     a new state;
   - `torch.compiler.is_compiling()` and `is_exporting()` answer False to the user's own code, as in a call without
-    ORTModule. Installed packages, which mean the same by both answers, hear True: what they do then can be traced.
+    ORTModule. Installed packages, which mean the same by both answers, hear True: what they do then can be traced
+    (False where it would be a detour around an operator that graphs here have).
 """
 
 from __future__ import annotations
@@ -445,12 +446,21 @@ def _installed(path: str) -> bool:
     return os.path.realpath(path).startswith(_INSTALLED)
 
 
+# A function that names one of these asks in order not to call it for targets that lack it, and computes the same in
+# many more steps (a triangular system by a loop over its rows). Graphs here have it.
+_NOT_EXPORTED = frozenset(("solve_triangular",))
+
+
 def _answer_here(flag: str) -> bool:
-    """The flag of torch.compiler for installed packages, False for the user's own code."""
+    """The flag of torch.compiler for installed packages, False for the user's own code and for _NOT_EXPORTED."""
     frame: FrameType | None = sys._getframe(2)  # below: this, the asked function
     while frame and frame.f_code.co_name == "is_compiling" and frame.f_code.co_filename.startswith(TORCH_DIR):
         frame = frame.f_back  # older names of the same question
     assert frame is not None
+    if flag == "_is_exporting_flag":
+        asks = frame.f_back if frame.f_code.co_name == "is_torchdynamo_exporting" else frame  # transformers' name of it
+        if asks and not _NOT_EXPORTED.isdisjoint(asks.f_code.co_names):
+            return False
     return bool(getattr(torch.compiler, flag)) and _installed(frame.f_code.co_filename)
 
 
