@@ -174,10 +174,17 @@ def refuse(module: nn.Module, called: Sequence[Tensor] | None = None) -> str | N
     return None
 
 
+def odd_class(t: Tensor) -> type | None:
+    """Its class, where that decides what functions of torch do with it."""
+    kind = type(t)
+    plain = kind in (Tensor, nn.Parameter) or kind.__torch_function__ is nn.Parameter.__torch_function__
+    return None if plain else kind
+
+
 def of_odd_class(module: nn.Module) -> str | None:
     """A parameter or buffer whose class decides what functions of torch do with it."""
     for name, t in (*module.named_parameters(), *module.named_buffers()):
-        if type(t) not in (Tensor, nn.Parameter) and type(t).__torch_function__ is not nn.Parameter.__torch_function__:
+        if odd_class(t) is not None:
             return f"{name} is a {type(t).__name__}, a subclass of Tensor, whose functions its class may change"
     return None
 
@@ -250,8 +257,10 @@ class Guard:
             if isinstance(d, frozenset):
                 passed = d
                 continue
-            refs.append(tuple([x for item in d.items() if item[0] not in passed for x in item]) if isinstance(d, dict)
-                        else (*d, *map(type, d), *[m.__dict__ for m in d]))  # fmt: skip
+            if isinstance(d, dict):
+                refs.append(tuple([x for k, v in d.items() if k not in passed for x in (k, v, type(v))]))
+            else:
+                refs.append((*d, *map(type, d), *[m.__dict__ for m in d]))
             passed = frozenset()
         return refs
 
@@ -266,7 +275,8 @@ class Guard:
                         tensors.append((name, None))
                         continue
                     tie = first.setdefault(id(t), len(first))
-                    tensors.append((name, tie, t.dtype, t.shape, cuda_engine.device_of(t), t.requires_grad))
+                    kind = odd_class(t)
+                    tensors.append((name, tie, kind, t.dtype, t.shape, cuda_engine.device_of(t), t.requires_grad))
         names: dict[int, str] = {}
         classes, again = [], []  # again: a module that has another name already
         for name, m in self.module.named_modules():
@@ -356,7 +366,7 @@ def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
     if isinstance(value, np.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return (kind, value.dtype, value.tobytes())
     if isinstance(value, Tensor):
-        return _Same(value) if inside else (value.dtype, value.shape, value.requires_grad)
+        return _Same(value) if inside else (odd_class(value), value.dtype, value.shape, value.requires_grad)
     if depth and (kind in _ONES or isinstance(value, tuple) and not getattr(value, "__dict__", None)):
         return (kind, *[_freeze(v, depth - 1, True) for v in value])
     if depth and kind is dict:

@@ -43,8 +43,8 @@ static int hash_value(PyObject *v, uint64_t *h, int depth) {
         *h = mix(*h, (uint64_t)n + 77);
         for (Py_ssize_t i = 0; i < n; i++)
             if (hash_value(PyTuple_GetItem(v, i), h, depth + 1)) return -1;
-    } else {
-        *h = mix(*h, (uint64_t)(uintptr_t)v);
+    } else { /* a tensor may be given another class */
+        *h = mix(mix(*h, (uint64_t)(uintptr_t)v), (uint64_t)(uintptr_t)Py_TYPE(v));
     }
     return 0;
 }

@@ -320,6 +320,53 @@ def test_a_parameter_of_a_class_of_its_own() -> None:
     assert "0.weight is a Scaled, a subclass of Tensor" in told.reason and told.by_parts == 3
 
 
+def _given_parameter(m: nn.Module) -> None:
+    m.layer.weight = nn.Parameter(m.layer.weight.detach().as_subclass(Scaled))
+
+
+def _given_class(m: nn.Module) -> None:
+    m.layer.weight.__class__ = Scaled
+
+
+def _given_buffer(m: nn.Module) -> None:
+    m.matrix = m.matrix.as_subclass(Scaled)
+
+
+def _given_attribute(m: nn.Module) -> None:
+    m.plain = m.plain.as_subclass(Scaled)
+
+
+@pytest.mark.parametrize("edit", [_given_parameter, _given_class, _given_buffer, _given_attribute])
+def test_a_tensor_that_gets_a_class_of_its_own_after_a_capture(edit: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+            self.register_buffer("matrix", torch.randn(5, 5))
+            self.plain = torch.randn(5, 5, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.linear(torch.tanh(self.layer(x)), self.matrix)
+            return nn.functional.linear(y, self.plain)
+
+    eager = Net().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for step in range(4):
+        if step == 2:
+            edit(ours)
+            edit(eager)
+        for m in (ours, eager):
+            m.zero_grad()
+        mine, theirs = ours(x), eager(x)
+        assert type(mine) is type(theirs)
+        torch.testing.assert_close(mine.as_subclass(Tensor), theirs.as_subclass(Tensor), rtol=1e-10, atol=1e-12)
+        mine.square().sum().backward()
+        theirs.square().sum().backward()
+        for p, q in zip(ours.parameters(), eager.parameters()):
+            torch.testing.assert_close(p.grad.as_subclass(Tensor), q.grad.as_subclass(Tensor), rtol=1e-10, atol=1e-12)
+
+
 def test_attributes_of_parameters_in_second_derivatives() -> None:
     class Fast(nn.Module):
         def __init__(self) -> None:
