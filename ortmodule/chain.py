@@ -64,6 +64,10 @@ _DRAWN = (
     "again in PyTorch, and its random operations are not only dropout in an order that can be repeated there. Set "
     "their p to 0, or call eval() on them."
 )
+_OTHER = (
+    "Gradients arrive for other outputs than before, or are to be differentiated again, so the forward has to be run "
+    "again."
+)
 
 _SEED_END = 2**63 - 1
 _SMALL = 4 << 20  # bytes copied without a second thought
@@ -737,8 +741,9 @@ class Graph:
                 )
                 return
 
-    def check_versions(self, step: Step) -> None:
-        """The forward is about to be run again: its inputs must be what they were."""
+    def check_versions(self, step: Step, why: str = _OTHER) -> None:
+        """The forward is about to be run again: its inputs must be what they were. Names one that backward reads before
+        others."""
         if not step.tensors:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the state of the forward has been freed. Specify "
@@ -746,7 +751,9 @@ class Graph:
             )
         if step.versions is None:
             return
-        for i, (t, (version, address)) in enumerate(zip(step.tensors, step.versions, strict=True)):
+        reads = frozenset(step.variant.reads)
+        for i in sorted(range(len(step.tensors)), key=lambda i: i not in reads):
+            t, (version, address) = step.tensors[i], step.versions[i]
             if i in step.clones:
                 continue
             if t.data_ptr() != address:
@@ -760,9 +767,7 @@ class Graph:
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{self.captured.inputs[i].name}, a {t.dtype} tensor of size {tuple(t.shape)}, is at version "
                     f"{t._version}; expected "
-                    f"version {version} instead. (Gradients arrive for other outputs than before, or are to be "
-                    "differentiated again, so the forward has to be run again.) Edit it after its last backward, or "
-                    "edit a clone() of it.")
+                    f"version {version} instead. ({why}) Edit it after its last backward, or edit a clone() of it.")
 
 
 def view_again(

@@ -242,6 +242,7 @@ def _begin(ctx: Any, step: Step, grads: list[Tensor | None], keep: bool) -> Live
         # loss (logits).
         if not graph.can_run_again(step, arriving):
             raise
+        graph.check_versions(step, "Backward reads it, or a result was edited, so the forward has to be run again.")
         return graph.backward_other(step, grads, keep)
     only, given = None, grads
     if arriving == variant.arriving:

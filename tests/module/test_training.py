@@ -400,6 +400,17 @@ def test_modified_in_place_before_backward():
                     out.backward(grad)
 
 
+def test_the_error_of_an_edit_names_what_backward_reads():
+    """Also when all is edited, as by load_state_dict between forward and backward: of the first layer the argument
+    alone is read."""
+    w, _ = pair(MLP)
+    out = w(torch.randn(13, 5))
+    w.load_state_dict({k: 2 * v for k, v in w.state_dict().items()})
+    with pytest.raises(RuntimeError, match=r"an inplace operation: second\.weight.*Backward reads it") as told:
+        out.sum().backward()
+    assert "other outputs" not in str(told.value)
+
+
 def test_output_that_backward_reads_modified_in_place():
     class Exp(nn.Module):
         def __init__(self) -> None:
