@@ -143,7 +143,8 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
         site = state.sites.get((fast, structure_alone(structure), env, key[3]))
     while site is not None and (_check(site.entry.held.table) >= 0 or site.also and _check(site.also) >= 0):
         site = site.other
-    if site is None or [p.requires_grad for p in site.params] != site.params_grad:
+    if (site is None or [p.requires_grad for p in site.params] != site.params_grad
+            or [t.requires_grad for t in site.plain] != site.plain_grad):  # fmt: skip
         with state.lock:
             state.spread = state.spread or judge(state)
         if state.spread is not None:

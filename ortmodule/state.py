@@ -149,6 +149,7 @@ class GuardedGraph:
         self.net: net.Net | None = None
         self.no_net = ""  # why there is none
         self.elsewhere = cuda_engine.elsewhere(flat.tensors, graph.cuda)  # arguments that lay on another device
+        self.shared: frozenset[tuple[int, int]] | None = None  # sharing() of the tensors it was captured for
         self.calls = 0
         self.next_check = -1  # call at which the net looks again
 
@@ -161,6 +162,16 @@ class GuardedGraph:
         else:
             fits = self.shapes == shapes and self.scalars == flat.scalars and self._same_zeros(flat)
         return fits and (self.tests is None or hold(self.tests, flat.tensors, known))
+
+    def sharing(self, bound: list[Tensor]) -> frozenset[tuple[int, int]]:
+        """Which tensors of the module that forward edits look into the memory of which others."""
+        first = len(self.graph.leaves)
+        edited = {i - first for i in set(self.graph.writes).difference(self.graph.captured.rebinds)}
+        edited.intersection_update(range(len(bound)))
+        if not edited:
+            return frozenset()
+        at = [private.storage_of(t) if t.layout is torch.strided and t.numel() else ~i for i, t in enumerate(bound)]
+        return frozenset([(i, j) for i in edited for j, b in enumerate(at) if i != j and at[i] == b])
 
     def _same_zeros(self, flat: FlatInputs) -> bool:
         """0.0 == -0.0"""
@@ -183,6 +194,8 @@ class Site:
         "other",
         "params",
         "params_grad",
+        "plain",
+        "plain_grad",
         "refs",
         "stored",
         "structure",
@@ -204,6 +217,8 @@ class Site:
         self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
         self.captured: GuardedGraph | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
+        self.plain: list[Tensor] = []  # of those, what is no parameter
+        self.plain_grad: list[bool] = []
         self.left: list[dict[str, Any]] = []  # the modules whose attributes it leaves as forward would
         self.stored: list[tuple[dict[str, Any], str]] = []  # attributes that get tensors behind the results
         self.wanted_bound: tuple[bool, ...] = ()
@@ -418,16 +433,21 @@ class State:
         bound = [tensor_of(self.module, spec) for spec in captured.graph.bound]
         site.bound = bound
         site.wanted_bound = tuple([t.requires_grad for t in bound])
+        site.plain = [t for t in bound if not isinstance(t, nn.Parameter)]
+        site.plain_grad = [t.requires_grad for t in site.plain]
         site.left = [self.module.get_submodule(where).__dict__ for where, _ in captured.graph.captured.left]
         site.stored = [(self.module.get_submodule(at).__dict__, name) for at, name in captured.graph.captured.stored]
         site.captured = captured
+        if captured.shared is None:
+            captured.shared = captured.sharing(bound)
         return captured
 
     def find_graph(self, site: Site, flat: FlatInputs, answers: branches.Answers = ()) -> GuardedGraph | None:
         """The capture of the site's entry that holds for these sizes and numbers, and for answers. Of those that
         differ in answers alone the one that was used last."""
         graphs = site.entry.graphs
-        found = next((g for g in graphs if g.fits(flat, site.known) and branches.agree(g.answers, answers)), None)
+        found = next((g for g in graphs if g.fits(flat, site.known) and branches.agree(g.answers, answers)
+                      and g.shared in (None, g.sharing([tensor_of(self.module, s) for s in g.graph.bound]))), None)
         if found is None:
             return None
         if answers:

@@ -459,3 +459,72 @@ def test_identity_is_guarded(name: str) -> None:
     rule, given = IDENTITY[name]
     ours = beside(Net(rule), lambda m, step: given(m, 0))
     assert engine(ours) and len(ours.report().graphs) == 1
+
+
+class Held(nn.Module):
+    """Tensors that are no parameters, one of which forward edits when it is asked to."""
+
+    def __init__(self, edits: bool) -> None:
+        super().__init__()
+        self.edits = edits
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("matrix", torch.randn(4, 4))
+        self.plain = torch.randn(4, 4)
+        self.kept = [torch.randn(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.edits:
+            self.matrix.add_(1)
+        return self.layer(x) @ self.matrix @ self.plain @ self.kept[0]
+
+
+def _held_beside_eager(edits: bool, change: Callable[[Any, int], None]) -> Any:
+    torch.manual_seed(0)
+    eager = Held(edits).double()
+    eager.plain, eager.kept = eager.plain.double(), [eager.kept[0].double()]
+    ours = ORTModule(copy.deepcopy(eager))
+    for step in range(7):
+        x, seen = torch.randn(3, 4, dtype=F64), []
+        for m in (ours, eager):
+            change(m, step)
+            m.zero_grad()
+            y = m(x)
+            y.square().sum().backward()
+            held = (m.matrix, m.plain, m.kept[0])
+            seen.append([y.detach(), *held, *(p.grad for p in m.parameters()), *(t.grad for t in held)])
+        for mine, theirs in zip(*seen, strict=True):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    return ours
+
+
+@pytest.mark.parametrize("which", ["matrix", "plain", "kept"])
+def test_requires_grad_of_what_is_no_parameter_changes_in_place(which: str) -> None:
+    def change(m: Any, step: int) -> None:
+        t = m.kept[0] if which == "kept" else getattr(m, which)
+        t.grad = None
+        t.requires_grad_(step in (2, 3, 6))
+
+    _held_beside_eager(False, change)
+
+
+def _same_object(m: Any) -> None:
+    m.matrix = m.plain
+
+
+def _view_of_a_tensor(m: Any) -> None:
+    m.matrix = m.plain.t()
+
+
+def _view_of_a_list(m: Any) -> None:
+    m.matrix = m.kept[0][:]
+
+
+@pytest.mark.parametrize("share", [_same_object, _view_of_a_tensor, _view_of_a_list])
+def test_what_forward_edits_shares_memory_after_a_capture(share: Callable[[Any], None]) -> None:
+    def change(m: Any, step: int) -> None:
+        if step == 3:
+            share(m)
+
+    _held_beside_eager(True, change)
