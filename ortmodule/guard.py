@@ -275,7 +275,7 @@ class Guard:
                         tensors.append((name, None))
                         continue
                     tie = first.setdefault(id(t), len(first))
-                    kind = odd_class(t)
+                    kind = odd_class(t), t.is_neg()
                     tensors.append((name, tie, kind, t.dtype, t.shape, cuda_engine.device_of(t), t.requires_grad))
         names: dict[int, str] = {}
         classes, again = [], []  # again: a module that has another name already
@@ -366,7 +366,9 @@ def _freeze(value: Any, depth: int = _DEPTH, inside: bool = False) -> Hashable:
     if isinstance(value, np.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return (kind, value.dtype, value.tobytes())
     if isinstance(value, Tensor):
-        return _Same(value) if inside else (odd_class(value), value.dtype, value.shape, value.requires_grad)
+        if inside:
+            return _Same(value)
+        return (odd_class(value), value.is_neg(), value.dtype, value.shape, value.requires_grad)
     if depth and (kind in _ONES or isinstance(value, tuple) and not getattr(value, "__dict__", None)):
         return (kind, *[_freeze(v, depth - 1, True) for v in value])
     if depth and kind is dict:

@@ -528,3 +528,18 @@ def test_what_forward_edits_shares_memory_after_a_capture(share: Callable[[Any],
             share(m)
 
     _held_beside_eager(True, change)
+
+
+@pytest.mark.parametrize("name", ["matrix", "plain", "weight"])
+def test_a_tensor_stored_negated_comes_after_a_capture(name: str) -> None:
+    def change(m: Any, step: int) -> None:
+        if step == 3:
+            torch.manual_seed(1)
+            new = torch.randn(4, 4, dtype=torch.complex128).conj().imag
+            assert new.is_neg()
+            if name == "weight":
+                m.layer.weight = nn.Parameter(new)
+            else:
+                setattr(m, name, new)
+
+    _held_beside_eager(False, change)
