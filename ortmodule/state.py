@@ -173,6 +173,11 @@ class GuardedGraph:
         at = [private.storage_of(t) if t.layout is torch.strided and t.numel() else ~i for i, t in enumerate(bound)]
         return frozenset([(i, j) for i in edited for j, b in enumerate(at) if i != j and at[i] == b])
 
+    def shares_as_before(self, module: nn.Module) -> bool:
+        if self.shared is None or not self.graph.writes:
+            return True
+        return self.shared == self.sharing([tensor_of(module, spec) for spec in self.graph.bound])
+
     def _same_zeros(self, flat: FlatInputs) -> bool:
         """0.0 == -0.0"""
         return all(math.copysign(1.0, flat.scalars[i]) == math.copysign(1.0, self.scalars[i]) for i in self.zeros)
@@ -447,7 +452,7 @@ class State:
         differ in answers alone the one that was used last."""
         graphs = site.entry.graphs
         found = next((g for g in graphs if g.fits(flat, site.known) and branches.agree(g.answers, answers)
-                      and g.shared in (None, g.sharing([tensor_of(self.module, s) for s in g.graph.bound]))), None)
+                      and g.shares_as_before(self.module)), None)
         if found is None:
             return None
         if answers:
