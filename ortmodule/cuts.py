@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from . import autocast, cuda_engine, guard
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
-from .capture.cuts import Interpreter
+from .capture.cuts import Interpreter, OtherSizes, other_sizes
 from .capture.marks import Mark
 from .capture.skeleton import Unreadable
 from .chain import Graph, Refusal, Unfit, view_again
@@ -295,7 +295,7 @@ class _Run:
             if mark.kind == "enter":
                 k = self.enter(k, mark)
             elif mark.kind == "call":
-                self.call(mark)
+                self.call(k, mark)
             elif mark.kind == "sync":
                 with nullcontext() if mark.grad else torch.no_grad():
                     held, new = (self.values[i] for i in mark.operands)
@@ -325,8 +325,13 @@ class _Run:
             else:
                 outs = graph.infer(tensors)
         except (Unfit, Refusal, Failed) as error:
+            if isinstance(error, Failed) and again.interpreter.hosts and self.untouched(k):
+                raise
             self.graph.broken = f"the engine refuses a part of the graph: {error}"
-            outs, writes = again.interpreter.run(tensors)
+            try:
+                outs, writes = again.interpreter.run(tensors)
+            except OtherSizes as other:
+                self.give_up(k, str(other))
             with torch.no_grad():
                 for i, new in zip(graph.captured.writes, writes, strict=True):
                     tensors[i].copy_(new)
@@ -376,7 +381,7 @@ class _Run:
             stand.forward = None  # autograd may keep the stand-in
         return mark.partner
 
-    def call(self, mark: Mark) -> None:
+    def call(self, k: int, mark: Mark) -> None:
         args, kwargs = mark.fill([self.values[i] for i in mark.operands])
         start = perf_counter()
         with nullcontext() if mark.grad else torch.no_grad(), mark.autocast():
@@ -386,7 +391,26 @@ class _Run:
         if flat.key != mark.key:
             self.graph.broken = f"{mark.module} returns another structure than when it was captured"
             raise RuntimeError(f"ortmodule: {self.graph.broken}. Later calls run in PyTorch.")
+        first = dict(zip(mark.order, flat.tensors, strict=True))
+        for i, axis, size in mark.sizes:
+            want = size if isinstance(size, int) else self.values[size[0]].shape[size[1]]
+            if i in first and first[i].shape[axis] != want:
+                now = first[i].shape
+                self.give_up(k, other_sizes(mark.module, now, [*now[:axis], want, *now[axis + 1 :]]))
         self.put(mark, flat.tensors)
+
+    def untouched(self, k: int) -> bool:
+        """Nothing has happened before the end of part k but that kept submodules have been called."""
+        written = any(g is not None and g.captured.writes for g in self.graph.graphs[: k + 1])
+        return not written and all(m.kind in ("call", "between") for m in self.graph.marks[:k])
+
+    def give_up(self, k: int, reason: str) -> NoReturn:
+        """The rest of the graph, from part k or the mark behind it on, would compute with other sizes than a kept
+        submodule has returned. PyTorch runs the call, where it still can."""
+        if self.untouched(k):
+            raise Failed(reason)
+        self.graph.broken = reason
+        raise RuntimeError(f"ortmodule: {reason}. Later calls run in PyTorch.")
 
     def put(self, mark: Mark, tensors: list[Tensor]) -> None:
         for i, t in zip(mark.order, tensors, strict=True):

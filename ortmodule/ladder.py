@@ -226,7 +226,10 @@ def _run(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, env
         made = {id(tensors[i]): as_pairs(tensors[i]) for i in graph.pairs}  # one that comes twice is one
         tensors = [made.get(id(t), t) for t in tensors]
     if isinstance(graph, cuts.CutGraph):
-        return _play(state, site, graph, tensors, env)
+        try:
+            return _play(state, site, graph, tensors, env)
+        except Failed as error:
+            return _failed(state, site.entry, error, args, kwargs)
     moment = branches.Moment(graph, tensors) if captured.answers else None
     try:
         try:

@@ -11,6 +11,7 @@ the module runs in PyTorch.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from .. import autocast
 from .. import torch_private as private
 from . import opaque
 from .export import Exported, Source
-from .marks import CutError, Mark
+from .marks import CutError, Mark, Sizes
 from .onnx_build import expr_of, shape_of
-from .opaque import CUT
+from .opaque import CUT, HOST
 from .program import BATCH_NORM, COPY, FILL, INPUT, STOP, THROUGH, Node, Program, operand
 
 _CONE = 64  # nodes computed again in a later part rather than handed over
@@ -171,6 +172,8 @@ def split(program: Program, exported: Exported) -> Split:
         found = {n.args[1]: slot[n] for n in slot if n.target is operator.getitem and n.args[0] is cuts[k]}
         n_results = max([*found, *mark.order, 0]) + 1
         mark.results = [found.get(i) for i in range(n_results)]
+        if mark.kind == "call":
+            mark.sizes = _expected(cuts[k].val, program, slot)
     edited = {marks[k].operands[0] for k in range(len(marks)) if marks[k].kind == "sync"}
     for m in reversed(marks):
         if m.kind in ("enter", "exit"):
@@ -225,7 +228,7 @@ class _Cones:
         return self.known[n]
 
     def _cone(self, n: Node) -> list[Node] | None:
-        if n.target is opaque.HOST or n.target is CUT or isinstance(n.target, private.OpOverload) and (
+        if n.target is HOST or n.target is CUT or isinstance(n.target, private.OpOverload) and (
                 torch.Tag.nondeterministic_seeded in n.target.tags or n.target.namespace != "aten"):  # fmt: skip
             return None
         found: dict[Node, None] = {}
@@ -293,6 +296,23 @@ def _sizes(p: Program, program: Program, slot: dict[Node, int]) -> None:
             raise CutError(f"a size ({s}) that no argument tells, in a module with hooks on submodules")
 
 
+def _expected(results: Sequence[Any], program: Program, slot: dict[Node, int]) -> Sizes:
+    """The sizes of what comes of kept submodules."""
+    found: Sizes = []
+    of: dict[Any, tuple[int, int]] = {}
+    for source, n in program.inputs:
+        if source.kind == "user" and isinstance(n.val, Tensor):
+            for axis, size in enumerate(shape_of(n.val)):
+                of.setdefault(size, (slot[n], axis))
+    for i, t in enumerate(results):
+        for axis, size in enumerate(shape_of(t) if isinstance(t, Tensor) else ()):
+            if isinstance(size, int) or getattr(size, "is_Integer", False):
+                found.append((i, axis, int(size)))
+            elif size in of:
+                found.append((i, axis, of[size]))
+    return found
+
+
 # --- a part in PyTorch ----------------------------------------------------------------------------
 
 
@@ -315,6 +335,17 @@ def _batch_norm(
     return torch.nn.functional.batch_norm(x, mean, var, w, b, True, momentum, eps), mean, var
 
 
+class OtherSizes(RuntimeError):
+    pass
+
+
+def other_sizes(name: str, now: Sequence[int], then: Sequence[Any]) -> str:
+    return (
+        f"{name}, kept in PyTorch, returns other sizes than when it was captured: ({', '.join(map(str, now))}), not "
+        f"({', '.join(map(str, then))})"
+    )
+
+
 class Interpreter:
     """A part, operation by operation in PyTorch: when its gradients are to be differentiated, and when the engine turns
     its tensors down."""
@@ -328,6 +359,7 @@ class Interpreter:
         self.writes = list(program.writes)
         self.item_of = dict(program.item_of)
         self.rows = table.rows
+        self.hosts = any(n.target is HOST for n in program.nodes)
 
     def run(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """-> outputs, new values of what is written."""
@@ -356,9 +388,14 @@ class Interpreter:
                 torch.set_grad_enabled(grad and torch.is_grad_enabled()),
                 autocast.put(lowered),
             ):
-                if target is opaque.HOST:
+                if target is HOST:
                     made: Any = self.rows[args[1]].call([of(x) for x in args[0]])
                     value[n] = (made,) if isinstance(made, Tensor) else made
+                    for t, y in zip(value[n], val, strict=False):
+                        then = [d if isinstance(d, int) else d.subs(size) for d in shape_of(y)]
+                        pairs = [p for p in zip(then, t.shape, strict=False) if not getattr(p[0], "free_symbols", ())]
+                        if len(then) != t.dim() or any(d != got for d, got in pairs):
+                            raise OtherSizes(other_sizes(self.rows[args[1]].name, t.shape, then))
                 elif isinstance(target, str):
                     value[n] = self.named(
                         target, of(list(val.shape)) if isinstance(val, Tensor) else [], [of(a) for a in args], val

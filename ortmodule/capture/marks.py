@@ -41,11 +41,16 @@ class CutError(opaque.OpaqueError):
     """The hooks cannot be given what PyTorch would give them; the message is the reason."""
 
 
+Sizes = list[tuple[int, int, "int | tuple[int, int]"]]
+"""(result, axis, size) where the capture takes the size as a number, or as that of an argument: (slot, axis)."""
+
+
 @dataclass
 class Mark:
     """One cut. fill: values of the operands -> what the hooks are given; order: place of every tensor in
     flatten_inputs' order of that -> operand; grad, autocast: what PyTorch would run the hooks under; partner: index of
-    the exit of an enter. Slots are known after the split."""
+    the exit of an enter; sizes: what the graph believes of the results of a kept submodule (Sizes). Slots are known
+    after the split."""
 
     kind: str
     module: str
@@ -59,6 +64,7 @@ class Mark:
     given: Any = None  # while its module runs: the arguments, and what was in them
     operands: list[int] = field(default_factory=list)
     results: list[int | None] = field(default_factory=list)
+    sizes: Sizes = field(default_factory=list)
 
 
 # --- marks ----------------------------------------------------------------------------------------

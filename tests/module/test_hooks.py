@@ -592,6 +592,58 @@ def test_a_hook_that_changes_its_mind() -> None:
     assert torch.equal(m(x), want) and len(calls) == 5 and "another structure" in str(m.report())
 
 
+class Keeps(nn.Module):
+    """Returns as many rows as a mask lets through, and counts its calls, so that it stays in PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(5, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        return self.line(x)[mask].reshape(x.shape[0], -1, 4)
+
+
+class MeansOfKept(nn.Module):
+    def __init__(self, hooked: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.keeps = Keeps()
+        self.last = nn.Linear(4, 4)
+        self.get_submodule(hooked).register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.last(self.keeps(self.first(x), mask))
+        return h.tanh().sum() / h.shape[1]
+
+
+@pytest.mark.parametrize("hooked", ["first", "keeps.line", "last"])
+def test_a_kept_module_that_returns_other_sizes(hooked: str) -> None:
+    """The rest divided by the number of rows of the capture. Behind a hook that has run it is an error, once."""
+    eager = MeansOfKept(hooked)
+    wrapped = ORTModule(copy.deepcopy(eager))
+    said = 0
+    for rows in (3, 3, 5, 2, 3):
+        x, mask = torch.randn(2, 8, 5), torch.zeros(2, 8, dtype=torch.bool)
+        mask[:, :rows] = True
+        want = eager(x, mask)
+        eager.zero_grad(), wrapped.zero_grad()
+        want.backward()
+        try:
+            got = wrapped(x, mask)
+        except RuntimeError as e:
+            assert "returns other sizes" in str(e) and "Later calls run in PyTorch" in str(e)
+            said += 1
+            continue
+        got.backward()
+        torch.testing.assert_close(got, want)
+        for p, q in zip(wrapped.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert said == (hooked == "first")
+    assert wrapped.report().graphs
+
+
 def test_a_hook_that_changes_what_forward_reads() -> None:
     """At once: the module runs in PyTorch. Later: an error, by name, for the graph has computed with the old value."""
     class Scaled(Seq):
