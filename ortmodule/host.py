@@ -59,6 +59,13 @@ def _of_engine(step: Callable[..., Any], *args: Any) -> Any:
         raise Failed(str(error)) from error
 
 
+def _answer(run: _C.Run, op: HostOp, results: list[Tensor]) -> None:
+    try:
+        run.host_done(results)
+    except Exception as error:
+        raise Failed(f"{op.name} in PyTorch: {error}") from error
+
+
 # A host node is known by its row in the table of host operations.
 Regions = dict[int, Region]
 Want = dict[int, list[list[int]]]
@@ -190,7 +197,7 @@ class Host:
             done = before.get(index) if before is not None and index in self.once else None
             if done is not None and not (done.spent and index in want):
                 regions[index] = done
-                _of_engine(run.host_done, [plain(t.detach()) for t in done.outputs])
+                _answer(run, self.ops[index], [plain(t.detach()) for t in done.outputs])
             else:
                 self._forward(run, index, inputs, regions, want, mine, flow, detached)
             if flow is not None and index in regions:
@@ -242,7 +249,7 @@ class Host:
             if node in self.once:
                 regions[node] = Region([], tuple(answer))
             self.follow()
-            _of_engine(run.host_done, answer)
+            _answer(run, op, answer)
             return
         wanted = {place for part in want[node] for place in part}
         if flow is not None and detached:
@@ -258,7 +265,7 @@ class Host:
             outputs = _as_tuple(self._call(op, _given(leaves)))
         regions[node] = Region(leaves, outputs)
         self.follow()
-        _of_engine(run.host_done, [plain(t.detach()) for t in outputs])
+        _answer(run, op, [plain(t.detach()) for t in outputs])
 
 
 def _region_grads(

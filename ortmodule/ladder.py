@@ -164,7 +164,8 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
             return _by(state, found, args, kwargs)
         site.entry.eager, site.entry.n_captures, site.entry.again = None, 0, False
     captured = site.captured
-    if captured is None or not captured.fits(flat, site.known):
+    if (captured is None or not captured.fits(flat, site.known)
+            or captured.plain and captured.meets(flat.tensors, site.bound)):  # fmt: skip
         if site.entry.places and site.entry.effect is None:
             return _observe(state, site, flat, args, kwargs)
         made = _new_graph(state, site, flat, args, kwargs)

@@ -150,6 +150,8 @@ class GuardedGraph:
         self.no_net = ""  # why there is none
         self.elsewhere = cuda_engine.elsewhere(flat.tensors, graph.cuda)  # arguments that lay on another device
         self.shared: frozenset[tuple[int, int]] | None = None  # sharing() of the tensors it was captured for
+        self.edited = set(graph.writes).difference(graph.captured.rebinds)  # graph inputs
+        self.plain = [i for i, spec in enumerate(graph.bound) if spec.kind == "const_attr"] if self.edited else []
         self.calls = 0
         self.next_check = -1  # call at which the net looks again
 
@@ -166,17 +168,30 @@ class GuardedGraph:
     def sharing(self, bound: list[Tensor]) -> frozenset[tuple[int, int]]:
         """Which tensors of the module that forward edits look into the memory of which others."""
         first = len(self.graph.leaves)
-        edited = {i - first for i in set(self.graph.writes).difference(self.graph.captured.rebinds)}
+        edited = {i - first for i in self.edited}
         edited.intersection_update(range(len(bound)))
         if not edited:
             return frozenset()
-        at = [private.storage_of(t) if t.layout is torch.strided and t.numel() else ~i for i, t in enumerate(bound)]
+        at = [_memory(t, i) for i, t in enumerate(bound)]
         return frozenset([(i, j) for i in edited for j, b in enumerate(at) if i != j and at[i] == b])
 
-    def shares_as_before(self, module: nn.Module) -> bool:
-        if self.shared is None or not self.graph.writes:
+    def meets(self, tensors: list[Tensor], bound: list[Tensor]) -> bool:
+        """Does an argument look into the memory of a tensor that is neither parameter nor buffer, and is one of the two
+        edited? (Of parameters and buffers: capture/facts.py.)"""
+        first = len(self.graph.leaves)
+        at = {_memory(bound[i], i): first + i in self.edited for i in self.plain}
+        for i, leaf in enumerate(self.graph.leaves):
+            if leaf < len(tensors) and (edited := at.get(_memory(tensors[leaf], first + i))) is not None:
+                if edited or i in self.edited:
+                    return True
+        return False
+
+    def apart_as_before(self, module: nn.Module, tensors: list[Tensor]) -> bool:
+        """Do what forward edits and others share memory as they did?"""
+        if not self.edited or self.shared is None:
             return True
-        return self.shared == self.sharing([tensor_of(module, spec) for spec in self.graph.bound])
+        bound = [tensor_of(module, spec) for spec in self.graph.bound]
+        return self.shared == self.sharing(bound) and not (self.plain and self.meets(tensors, bound))
 
     def _same_zeros(self, flat: FlatInputs) -> bool:
         """0.0 == -0.0"""
@@ -452,7 +467,7 @@ class State:
         differ in answers alone the one that was used last."""
         graphs = site.entry.graphs
         found = next((g for g in graphs if g.fits(flat, site.known) and branches.agree(g.answers, answers)
-                      and g.shares_as_before(self.module)), None)
+                      and g.apart_as_before(self.module, flat.tensors)), None)
         if found is None:
             return None
         if answers:
@@ -641,6 +656,11 @@ def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
             f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
         )
     return found
+
+
+def _memory(t: Tensor, none: int) -> int:
+    """A number for the memory that it looks into; a negative one of its own when there is none."""
+    return private.storage_of(t) if t.layout is torch.strided and t.numel() else ~none
 
 
 def _tensors_in(refs: list[tuple[Any, ...]]) -> frozenset[int]:

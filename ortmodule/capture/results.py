@@ -69,7 +69,9 @@ def check_unshared(exported: Exported, source: Source, sources: list[Source]) ->
     mine = tensor_of(exported, source)
     for other in sources:
         t = tensor_of(exported, other)
-        if other is source or t is mine or not isinstance(t, Tensor) or not isinstance(mine, Tensor):
+        if other is source or not isinstance(t, Tensor) or not isinstance(mine, Tensor):
+            continue
+        if t is mine and "const_attr" not in (source.kind, other.kind):
             continue
         if t.numel() and mine.numel() and t.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
             a, b = source.target or f"input {source.leaf}", other.target or f"input {other.leaf}"

@@ -341,3 +341,32 @@ def test_checkpoints_of_what_is_kept(reentrant: bool) -> None:
         for p, q in zip(eager.parameters(), wrapped.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-12)
     assert [h.module for h in wrapped.report().host] == ["1"], str(wrapped.report())
+
+
+class _Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls.append(1)
+        return x[mask].reshape(2, -1, 4)
+
+
+class _OfChosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen, self.last = _Chosen(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.chosen(x, mask)).tanh().mean(1)
+
+
+def test_the_error_of_other_sizes_names_the_module_and_the_sizes() -> None:
+    ours, x = ORTModule(_OfChosen()), torch.randn(2, 6, 4)
+    for n in (3, 3, 5):
+        mask = (torch.arange(6) < n).expand(2, 6)
+        y = ours(x, mask)
+        y.sum().backward()
+        torch.testing.assert_close(y, ours.module.last(x[:, :n]).tanh().mean(1))
+    assert "chosen in PyTorch: result 0 is f32 (2, 5, 4) and was f32 (2, 3, 4) when it was captured" in str(ours.report())

@@ -543,3 +543,36 @@ def test_a_tensor_stored_negated_comes_after_a_capture(name: str) -> None:
                 setattr(m, name, new)
 
     _held_beside_eager(False, change)
+
+
+def _edits_a_plain_tensor(m: Any, x: Tensor) -> Tensor:
+    m.plain.add_(1)
+    return m.a(x) * m.plain
+
+
+def _edits_the_argument(m: Any, x: Tensor) -> Tensor:
+    x.add_(1)
+    return m.a(x) + m.plain
+
+
+def _edits_the_argument_beside_a_list(m: Any, x: Tensor) -> Tensor:
+    x.add_(1)
+    return m.a(x) + m.kept[0]
+
+
+@pytest.mark.parametrize("rule", [_edits_a_plain_tensor, _edits_the_argument, _edits_the_argument_beside_a_list])
+@pytest.mark.parametrize("given", [lambda m: m.plain, lambda m: m.plain[:], lambda m: m.plain.detach(), lambda m: m.kept[0]])
+def test_an_argument_looks_into_a_plain_tensor(rule: Callable[..., Any], given: Callable[[Any], Tensor]) -> None:
+    """A capture of separate tensors does not hold for it, where forward edits one of the two."""
+    eager = Net(rule)
+    eager.plain, eager.kept = draw(0), [draw(1)]
+    ours = ORTModule(copy.deepcopy(eager))
+    for step in range(6):
+        seen = []
+        for m in (ours, eager):
+            m.zero_grad()
+            y = m(given(m) if step in (2, 4) else draw(step))
+            y.sin().sum().backward()
+            seen.append([y.detach(), m.plain, m.kept[0], m.a.weight.grad])
+        for mine, theirs in zip(*seen, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
