@@ -172,18 +172,22 @@ class GuardedGraph:
         edited.intersection_update(range(len(bound)))
         if not edited:
             return frozenset()
-        at = [_memory(t, i) for i, t in enumerate(bound)]
-        return frozenset([(i, j) for i in edited for j, b in enumerate(at) if i != j and at[i] == b])
+        at = [_memory(t) for t in bound]
+        return frozenset([(i, j) for i in edited for j, b in enumerate(at) if i != j and b is not None and at[i] == b])
 
     def meets(self, tensors: list[Tensor], bound: list[Tensor]) -> bool:
         """Does an argument look into the memory of a tensor that is neither parameter nor buffer, and is one of the two
         edited? (Of parameters and buffers: capture/facts.py.)"""
         first = len(self.graph.leaves)
-        at = {_memory(bound[i], i): first + i in self.edited for i in self.plain}
+        plain: dict[int | None, bool] = {}  # memory: is one that looks into it edited?
+        for k in self.plain:
+            memory = _memory(bound[k])
+            plain[memory] = plain.get(memory, False) or first + k in self.edited
+        plain.pop(None, None)
         for i, leaf in enumerate(self.graph.leaves):
-            if leaf < len(tensors) and (edited := at.get(_memory(tensors[leaf], first + i))) is not None:
-                if edited or i in self.edited:
-                    return True
+            memory = _memory(tensors[leaf]) if leaf < len(tensors) else None
+            if memory in plain and (plain[memory] or i in self.edited):
+                return True
         return False
 
     def apart_as_before(self, module: nn.Module, tensors: list[Tensor]) -> bool:
@@ -658,9 +662,9 @@ def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
     return found
 
 
-def _memory(t: Tensor, none: int) -> int:
-    """A number for the memory that it looks into; a negative one of its own when there is none."""
-    return private.storage_of(t) if t.layout is torch.strided and t.numel() else ~none
+def _memory(t: Tensor) -> int | None:
+    """A number for the memory that it looks into; None: there is none."""
+    return private.storage_of(t) if t.layout is torch.strided and t.numel() else None
 
 
 def _tensors_in(refs: list[tuple[Any, ...]]) -> frozenset[int]:

@@ -6,8 +6,8 @@
  * was live at one time. Where nothing fits and mapping would exceed it, a block is cut off a larger one, and is one
  * with it again when both are free: logits before, gradients after, in the same pages at every step. Where nothing is
  * large enough either, free blocks are given back and a new one is mapped. What is left of blocks and of no use would
- * make that happen at every step; each time therefore allows 1/64 of that volume more, up to 1/8, and few need more
- * than 1/64 (none where a budget of memory is kept). Thread-safe.
+ * make that happen at every step; each time therefore allows 1/64 of that volume more, up to 1/8 (none where a budget
+ * of memory is kept). Thread-safe.
  *
  * A host with an allocator of its own (services.alloc) gets its blocks from there instead, each by one call.
  */

@@ -576,3 +576,16 @@ def test_an_argument_looks_into_a_plain_tensor(rule: Callable[..., Any], given: 
             seen.append([y.detach(), m.plain, m.kept[0], m.a.weight.grad])
         for mine, theirs in zip(*seen, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_tensors_of_nothing_share_no_memory() -> None:
+    def rule(m: Any, nothing: Tensor, x: Tensor) -> Tensor:
+        nothing.add_(1)
+        return m.a(x) + m.plain.sum() + m.other.sum() + m.third.sum()
+
+    net = Net(rule)
+    net.plain, net.other, net.third = (torch.empty(0, dtype=F64) for _ in range(3))
+    ours = ORTModule(net)
+    for step in range(3):
+        ours(torch.empty(0, dtype=F64), draw(step)).sum().backward()
+    assert engine(ours) and len(ours.report().graphs) == 1
