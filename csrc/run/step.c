@@ -10,8 +10,6 @@
  */
 #include "run/plan.h"
 
-#include <stdio.h>
-
 struct om_state {
     om_services sv;  /* it was allocated by */
     om_model *model;
@@ -369,25 +367,16 @@ const om_needs *om_run_needs(const om_run *r) { return om_model_needs(r->model, 
 
 const om_host_stop *om_run_host(const om_run *r) { return r->host_due && !r->done ? &r->stop : NULL; }
 
-enum { SIZES_TEXT = 24 * OM_RANK + 16 };
-static const char *sizes_text(char to[SIZES_TEXT], const om_tensor *t) {
-    int n = snprintf(to, SIZES_TEXT, "%s (", om_dtype_name(t->dtype));
-    for (int k = 0; k < t->rank; k++)
-        n += snprintf(to + n, (size_t)(SIZES_TEXT - n), "%s%lld", k ? ", " : "", (long long)t->dim[k]);
-    snprintf(to + n, (size_t)(SIZES_TEXT - n), ")");
-    return to;
-}
-
 om_status om_run_answer(om_run *r, const om_tensor *outputs) {
     const om_device *d = r->plan->device;
     if (!om_run_host(r)) return om_fail(r->cx, OM_INVALID, "answer: no host node is due");
-    char is[SIZES_TEXT], was[SIZES_TEXT];
     for (int i = 0; i < r->stop.n_out; i++) {
         om_tensor want = r->stop.out[i];
         const om_tensor *got = &outputs[i];
         if (got->dtype && !om_same_kind(got, &want))
             return om_fail(r->cx, OM_INVALID, "result %d is %s and was %s when it was captured", i,
-                           sizes_text(is, got), sizes_text(was, &want));
+                           om_kind_write(got->dtype, got->rank, got->dim).s,
+                           om_kind_write(want.dtype, want.rank, want.dim).s);
         if (!got->dtype) OM_TRY(d->fill(r->cx, want.data, 0, (size_t)om_tensor_bytes(&want)));
         else if (got->data != want.data) OM_TRY(d->copy(r->cx, got, &want));
     }

@@ -369,4 +369,4 @@ def test_the_error_of_other_sizes_names_the_module_and_the_sizes() -> None:
         y = ours(x, mask)
         y.sum().backward()
         torch.testing.assert_close(y, ours.module.last(x[:, :n]).tanh().mean(1))
-    assert "chosen in PyTorch: result 0 is f32 (2, 5, 4) and was f32 (2, 3, 4) when it was captured" in str(ours.report())
+    assert "chosen in PyTorch: result 0 is f32 [2, 5, 4] and was f32 [2, 3, 4] when it was captured" in str(ours.report())
