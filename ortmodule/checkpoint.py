@@ -42,6 +42,7 @@ logger = logging.getLogger("ortmodule")
 
 _SAME, _SHARD = "ortmodule: rank 0's", "ortmodule: shard "
 _KEY = "ortmodule.checkpoint/"
+_LATE = 5.0  # seconds a rank may come after another to a collective that fails, and not be called gone
 _Path = tuple[Any, ...]
 
 
@@ -460,23 +461,28 @@ def _called() -> Iterator[None]:
     if n == 1:
         yield
         return
-    store, number = private.store(), 0
+    store, number, began = private.store(), 0, time.monotonic()
     try:
         if store is not None:
             number = store.add(_KEY + str(rank), 1)
         yield
     except Exception as error:
         reason = str(error).partition("\n")[0].strip()
-        raise RuntimeError(f"ortmodule.checkpoint: {_absent(store, number, n)} ({reason})") from error
+        raise RuntimeError(f"ortmodule.checkpoint: {_absent(store, number, n, began + _LATE)} ({reason})") from error
 
 
-def _absent(store: Any, number: int, n: int) -> str:
-    """Which ranks have not come to a collective that has failed on this one, its number-th."""
+def _absent(store: Any, number: int, n: int, until: float) -> str:
+    """Which ranks have not come to a collective that has failed on this one, its number-th. A rank's death is noticed
+    at once, while others are still on their way here: they have until then (time.monotonic) to come."""
     if store is None:
         return "a rank does not answer"
     try:
         keys = [_KEY + str(rank) for rank in range(n)]
-        absent = [r for r, key in enumerate(keys) if not store.check([key]) or int(store.get(key)) < number]
+        while True:
+            absent = [r for r, key in enumerate(keys) if not store.check([key]) or int(store.get(key)) < number]
+            if not absent or time.monotonic() >= until:
+                break
+            time.sleep(0.05)
     except Exception:
         return ("a rank does not answer, nor does the process group's store, which is rank 0's where no launcher keeps "
                 "it: rank 0 has ended")  # fmt: skip

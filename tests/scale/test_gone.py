@@ -46,6 +46,8 @@ if rank == 1 and where == "inside":  # between two of save's collectives
     optimizer.state_dict = lambda: gone() or state()
 elif rank == 1:
     gone()
+elif rank == 0 and where == "late":  # on its way while rank 2 already hears of rank 1's death
+    time.sleep(2)
 began = time.monotonic()
 try:
     checkpoint.load(folder, model, optimizer) if where == "load" else checkpoint.save(folder, 2, model, optimizer)
@@ -62,7 +64,8 @@ raise AssertionError("no error")
 """
 
 
-@pytest.mark.parametrize(("how", "where"), [("dies", "inside"), ("dies", "load"), ("hangs", "save"), ("hangs", "load")])
+@pytest.mark.parametrize(("how", "where"), [("dies", "inside"), ("dies", "load"), ("dies", "late"),
+                                            ("hangs", "save"), ("hangs", "load")])  # fmt: skip
 def test_checkpoints_name_the_rank(how: str, where: str, tmp_path: object) -> None:
     launch(START + CHECKPOINT, how, where, tmp_path, ranks=3)
 
