@@ -124,6 +124,11 @@ def steps(kernel: str, calls: list[tuple[Any, ...]]) -> None:
 def overlaps(tensors: Sequence[Tensor]) -> list[int]:
     """Indices of the tensors that share memory with an earlier one, gaps of strided ones counted."""
 
+def overlaps_written(tensors: list[Any], written: tuple[int, ...]) -> set[tuple[int, int]]:
+    """Pairs of indices, the lower one first, of tensors that share memory (gaps of strided ones counted) and of which
+    one is written; one twice: it is written, and two of its elements may be one in memory. Without what has no memory
+    that can be seen (None, sparse tensors)."""
+
 def norm(tensors: Sequence[Tensor], ord: float, per_tensor: bool) -> Any:
     """(norm, all finite) over all elements of all float tensors; with per_tensor also a list of norms."""
 

@@ -164,8 +164,7 @@ def call(state: State, args: tuple[Any, ...], kwargs: dict[str, Any], turned_dow
             return _by(state, found, args, kwargs)
         site.entry.eager, site.entry.n_captures, site.entry.again = None, 0, False
     captured = site.captured
-    if (captured is None or not captured.fits(flat, site.known)
-            or captured.plain and captured.meets(flat.tensors, site.bound)):  # fmt: skip
+    if captured is None or not captured.fits(flat, site.known) or captured.strange(flat.tensors, site.reach):
         if site.entry.places and site.entry.effect is None:
             return _observe(state, site, flat, args, kwargs)
         made = _new_graph(state, site, flat, args, kwargs)
@@ -275,7 +274,8 @@ def _wrong_way(state: State, site: Site, flat: FlatInputs, error: Failed, env: t
     """The engine has failed before a condition could be asked (an index that forward would have looked at first): does
     the call go another way? Captures for other ways tell, and at last forward itself."""
     entry = site.entry
-    others = (g for g in entry.graphs if g.answers and g not in gone and g.fits(flat, site.known))
+    others = (g for g in entry.graphs if g.answers and g not in gone and g.fits(flat, site.known)
+              and g.strange(flat.tensors, state.reach(g)) is None)
     found = next(others, None)
     if found is not None:
         state.bind(site, found)
@@ -425,6 +425,10 @@ def _new_graph(
         if shapes in entry.left:
             return Left("the engine cannot run these sizes")
         known = None if anew else state.find_graph(site, flat, answers)
+        if isinstance(known, str):
+            if state.settings.strict:
+                raise CaptureError(known)
+            return Left(known)
         if known is not None:
             return known
         forbidden = state.settings.strict or state.settings.min_coverage
@@ -532,7 +536,9 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
         _cast_net(state, made, entry, args, kwargs, caches)
         entry.graphs.insert(0, made)
         _count(state, made)
-        return state.bind(site, made)
+        state.bind(site, made)
+        made.overlapped = made.overlaps(flat.tensors, site.reach)
+        return made
     # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
     # should see.
     return Left(failure.reason, failure, before=before)

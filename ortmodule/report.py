@@ -111,7 +111,7 @@ class GraphEntry:
     astray: int = 0  # forwards that were thrown away: their call went another way
     checkpoints: str = ""  # regions of torch.utils.checkpoint, and what became of them; empty: there are none
     table: Table | None = None  # clusters of operators that backward may compute again, for the sizes of that step
-    page_faults: int = 0  # of the process between its last two training forwards
+    page_faults: int = 0  # of the process between two recent training forwards
     # heads that leave out rows whose label is ignored: in forward and backward, in the backward alone
     sparse_heads: tuple[int, int] = (0, 0)
     padding: str = ""  # how many products leave out padding ("6 products"), or why none does ("none: ...")
@@ -234,7 +234,7 @@ class Report:
             if g.padding:
                 lines.append(f"    padding is left out by: {g.padding}")
             if g.memory:
-                lines.append(f"    memory of a step: {g.memory}; {g.page_faults} page faults in the last")
+                lines.append(f"    memory of a step: {g.memory}; {g.page_faults} page faults in a recent one")
             if g.table:
                 lines += [f"    {text}" for text in str(g.table).splitlines()]
             if g.checkpoints:

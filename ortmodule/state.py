@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import branches, cuda_engine, cuts, forks, guard, net, patches, watch
+from . import _C, branches, cuda_engine, cuts, forks, guard, net, patches, watch
 from . import torch_private as private
 from .capture import CaptureError, FlatInputs, InputSpec, flatten_inputs
 from .capture.facts import Known, hold
@@ -149,9 +149,8 @@ class GuardedGraph:
         self.net: net.Net | None = None
         self.no_net = ""  # why there is none
         self.elsewhere = cuda_engine.elsewhere(flat.tensors, graph.cuda)  # arguments that lay on another device
-        self.shared: frozenset[tuple[int, int]] | None = None  # sharing() of the tensors it was captured for
-        self.edited = set(graph.writes).difference(graph.captured.rebinds)  # graph inputs
-        self.plain = [i for i, spec in enumerate(graph.bound) if spec.kind == "const_attr"] if self.edited else []
+        self.edited = tuple(set(graph.writes).difference(graph.captured.rebinds))  # graph inputs
+        self.overlapped: set[tuple[int, int]] = set()  # overlaps() of the tensors it was captured for
         self.calls = 0
         self.next_check = -1  # call at which the net looks again
 
@@ -165,37 +164,22 @@ class GuardedGraph:
             fits = self.shapes == shapes and self.scalars == flat.scalars and self._same_zeros(flat)
         return fits and (self.tests is None or hold(self.tests, flat.tensors, known))
 
-    def sharing(self, bound: list[Tensor]) -> frozenset[tuple[int, int]]:
-        """Which tensors of the module that forward edits look into the memory of which others."""
-        first = len(self.graph.leaves)
-        edited = {i - first for i in self.edited}
-        edited.intersection_update(range(len(bound)))
-        if not edited:
-            return frozenset()
-        at = [_memory(t) for t in bound]
-        return frozenset([(i, j) for i in edited for j, b in enumerate(at) if i != j and b is not None and at[i] == b])
+    def overlaps(self, tensors: list[Tensor], reach: list[Tensor]) -> set[tuple[int, int]]:
+        """Which graph inputs share memory with those that forward edits. reach: State.reach()."""
+        n = len(tensors)
+        return _C.overlaps_written([tensors[i] if i < n else None for i in self.graph.leaves] + reach, self.edited)
 
-    def meets(self, tensors: list[Tensor], bound: list[Tensor]) -> bool:
-        """Does an argument look into the memory of a tensor that is neither parameter nor buffer, and is one of the two
-        edited? (Of parameters and buffers: capture/facts.py.)"""
-        first = len(self.graph.leaves)
-        plain: dict[int | None, bool] = {}  # memory: is one that looks into it edited?
-        for k in self.plain:
-            memory = _memory(bound[k])
-            plain[memory] = plain.get(memory, False) or first + k in self.edited
-        plain.pop(None, None)
-        for i, leaf in enumerate(self.graph.leaves):
-            memory = _memory(tensors[leaf]) if leaf < len(tensors) else None
-            if memory in plain and (plain[memory] or i in self.edited):
-                return True
-        return False
+    def strange(self, tensors: list[Tensor], reach: list[Tensor]) -> tuple[int, int] | None:
+        """Two that share memory now and did not when it was captured, or the other way round."""
+        return min(self.overlaps(tensors, reach) ^ self.overlapped, default=None) if self.edited else None
 
-    def apart_as_before(self, module: nn.Module, tensors: list[Tensor]) -> bool:
-        """Do what forward edits and others share memory as they did?"""
-        if not self.edited or self.shared is None:
-            return True
-        bound = [tensor_of(module, spec) for spec in self.graph.bound]
-        return self.shared == self.sharing(bound) and not (self.plain and self.meets(tensors, bound))
+    def told(self, pair: tuple[int, int]) -> str:
+        inputs = self.graph.captured.inputs
+        of = ["another tensor of the module" if i >= len(inputs) else inputs[i].target or f"argument {inputs[i].name}"
+              for i in pair]  # fmt: skip
+        if pair[0] == pair[1]:
+            return f"forward edits {of[0]}, of which elements share memory (expand, unfold)"
+        return f"forward edits {of[0]} or {of[1]}, which share memory"
 
     def _same_zeros(self, flat: FlatInputs) -> bool:
         """0.0 == -0.0"""
@@ -220,6 +204,7 @@ class Site:
         "params_grad",
         "plain",
         "plain_grad",
+        "reach",
         "refs",
         "stored",
         "structure",
@@ -241,6 +226,7 @@ class Site:
         self.params_grad: list[bool] = [p.requires_grad for p in own.params] if like is None else like.params_grad
         self.captured: GuardedGraph | None = None  # the one used last
         self.bound: list[Tensor] = []  # its parameters, buffers and constants
+        self.reach: list[Tensor] = []  # State.reach()
         self.plain: list[Tensor] = []  # of those, what is no parameter
         self.plain_grad: list[bool] = []
         self.left: list[dict[str, Any]] = []  # the modules whose attributes it leaves as forward would
@@ -452,31 +438,42 @@ class State:
         ]
         nearest = min(changes, key=len, default=["first call"])
         return nearest[0] if not changes else f"changed: {', '.join(nearest)}"
+
     def bind(self, site: Site, captured: GuardedGraph) -> GuardedGraph:
         """Makes `captured` the one that `site` uses: looks up its parameters and buffers by name."""
         bound = [tensor_of(self.module, spec) for spec in captured.graph.bound]
         site.bound = bound
+        site.reach = self.reach(captured)
         site.wanted_bound = tuple([t.requires_grad for t in bound])
         site.plain = [t for t in bound if not isinstance(t, nn.Parameter)]
         site.plain_grad = [t.requires_grad for t in site.plain]
         site.left = [self.module.get_submodule(where).__dict__ for where, _ in captured.graph.captured.left]
         site.stored = [(self.module.get_submodule(at).__dict__, name) for at, name in captured.graph.captured.stored]
         site.captured = captured
-        if captured.shared is None:
-            captured.shared = captured.sharing(bound)
         return captured
 
-    def find_graph(self, site: Site, flat: FlatInputs, answers: branches.Answers = ()) -> GuardedGraph | None:
+    def reach(self, captured: GuardedGraph) -> list[Tensor]:
+        """The module's tensors that may share memory with what the graph edits: those that it is given, and where
+        PyTorch runs parts of forward all others, too."""
+        found = [tensor_of(self.module, spec) for spec in captured.graph.bound] if captured.edited else []
+        if captured.edited and isinstance(captured.graph, cuts.CutGraph):
+            found += [*self.module.parameters(), *self.module.buffers()]
+        return found
+
+    def find_graph(self, site: Site, flat: FlatInputs, answers: branches.Answers = ()) -> GuardedGraph | str | None:
         """The capture of the site's entry that holds for these sizes and numbers, and for answers. Of those that
-        differ in answers alone the one that was used last."""
-        graphs = site.entry.graphs
-        found = next((g for g in graphs if g.fits(flat, site.known) and branches.agree(g.answers, answers)
-                      and g.apart_as_before(self.module, flat.tensors)), None)
-        if found is None:
-            return None
-        if answers:
-            site.entry.graphs = [found, *[g for g in graphs if g is not found]]
-        return self.bind(site, found)
+        differ in answers alone the one that was used last. A text: one would, but for memory that arguments share."""
+        graphs, why = site.entry.graphs, None
+        for found in graphs:
+            if found.fits(flat, site.known) and branches.agree(found.answers, answers):
+                pair = found.strange(flat.tensors, self.reach(found))
+                if pair is None:
+                    if answers:
+                        site.entry.graphs = [found, *[g for g in graphs if g is not found]]
+                    return self.bind(site, found)
+                if pair[0] < len(found.graph.leaves):
+                    why = found.told(pair)
+        return why
 
     def every_site(self) -> Iterator[Site]:
         for found in [*self.sites.values()]:
@@ -660,11 +657,6 @@ def tensor_of(module: nn.Module, spec: InputSpec) -> Tensor:
             f"{spec.target} was a tensor when the module was captured and is a {type(found).__name__} now"
         )
     return found
-
-
-def _memory(t: Tensor) -> int | None:
-    """A number for the memory that it looks into; None: there is none."""
-    return private.storage_of(t) if t.layout is torch.strided and t.numel() else None
 
 
 def _tensors_in(refs: list[tuple[Any, ...]]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-/* optim.c - Python entry points of the optimizers: adam_step, sgd_step, lamb_step, steps, overlaps, norm, axpby of
+/* optim.c - Python entry points of the optimizers: adam_step, sgd_step, lamb_step, steps, norm, axpby of
  * ortmodule._C.
  *
  * Each takes parallel lists of tensors (one entry per parameter), borrows their memory through DLPack, releases the GIL
@@ -10,6 +10,7 @@
 #include "python/pymodule.h"
 
 #include "python/dlpack.h"
+#include "python/overlap.h"
 #include "python/update.h"
 #include "optim/list.h"
 
@@ -44,61 +45,7 @@ int om_py_params(PyObject *const *lists, om_optim_param *ps, Py_ssize_t n, om_te
     return 0;
 }
 
-/* --- memory in common ------------------------------------------------------------------------------ */
-
-typedef struct memory_range {
-    uintptr_t begin, end;
-    Py_ssize_t i;
-} memory_range;
-
-static int range_order(const void *a, const void *b) {
-    const uintptr_t x = ((const memory_range *)a)->begin, y = ((const memory_range *)b)->begin;
-    return (x > y) - (x < y);
-}
-
-static memory_range range_of(const om_tensor *t, Py_ssize_t i) { /* with the gaps of a strided one */
-    int64_t last = 0;
-    for (int a = 0; a < t->rank; a++) last += (t->dim[a] - 1) * t->stride[a];
-    const uintptr_t begin = (uintptr_t)t->data;
-    return (memory_range){begin, begin + (size_t)(last + 1) * om_dtype_size(t->dtype), i};
-}
-
-/* *again: NULL when no two of the n tensors (`stride` bytes apart from each other) share memory, else n marks, set for
- * those that share some with an earlier one (at the other end of a chain of overlaps, perhaps). 0, or -1 with an error
- * set. */
-static int overlaps_find(const om_tensor *first, size_t stride, Py_ssize_t n, uint8_t **again) {
-    memory_range *r = malloc(((size_t)n + 1) * sizeof *r);
-    Py_ssize_t m = 0;
-    bool sorted = true;
-    *again = NULL;
-    if (!r) goto memory;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        const om_tensor *t = (const om_tensor *)(const void *)((const char *)first + (size_t)i * stride);
-        if (t->dtype == OM_NODTYPE || !om_numel(t)) continue;
-        r[m] = range_of(t, i);
-        sorted &= !m || r[m].begin > r[m - 1].begin;
-        m++;
-    }
-    if (!sorted) qsort(r, (size_t)m, sizeof *r, range_order);
-    for (Py_ssize_t k = 1, low = 0; k < m; k++) { /* low: the earliest tensor of the chain that ends at k - 1 */
-        if (r[k].begin >= r[k - 1].end) {
-            low = k;
-            continue;
-        }
-        if (!*again && !(*again = calloc((size_t)n, 1))) goto memory;
-        (*again)[r[r[k].i > r[low].i ? k : low].i] = 1;
-        if (r[k].i < r[low].i) low = k;
-        if (r[k].end < r[k - 1].end) r[k].end = r[k - 1].end;
-    }
-    free(r);
-    return 0;
-memory:
-    free(r);
-    PyErr_NoMemory();
-    return -1;
-}
-
-/* overlaps_find of a step's weights. They stay where they are: a list without overlaps is known again by a hash of its
+/* om_overlaps of a step's weights. They stay where they are: a list without overlaps is known again by a hash of its
  * addresses, and not sorted in every step. Under the GIL. */
 static int overlaps_of_weights(const om_optim_param *ps, Py_ssize_t n, uint8_t **again) {
     static uint64_t known[32];
@@ -107,35 +54,17 @@ static int overlaps_of_weights(const om_optim_param *ps, Py_ssize_t n, uint8_t *
     *again = NULL;
     if (n < 2) return 0;
     for (Py_ssize_t i = 0; i < n; i++) {
-        const memory_range r = range_of(&ps[i].p, i);
+        const om_tensor *p = &ps[i].p;
+        const om_range r = om_range_of(p->data, om_dtype_size(p->dtype), p->rank, p->dim, p->stride, i);
         h = (h ^ r.begin) * 0x9E3779B97F4A7C15u;
         h = (h ^ h >> 29 ^ r.end) * 0xD1B54A32D192ED03u;
     }
     h ^= h >> 32;
     for (int k = 0; k < 32; k++)
         if (known[k] == h) return 0;
-    if (overlaps_find(&ps->p, sizeof *ps, n, again)) return -1;
+    if (om_overlaps(&ps->p, sizeof *ps, n, again)) return -1;
     if (!*again) known[next++ % 32] = h;
     return 0;
-}
-
-static PyObject *py_overlaps(PyObject *self, PyObject *tensors) {
-    (void)self;
-    const Py_ssize_t n = optim_len(tensors, "tensors");
-    if (n < 0) return NULL;
-    om_tensor *x = calloc((size_t)n + 1, sizeof *x);
-    uint8_t *again = NULL;
-    PyObject *r = NULL;
-    if (!x) PyErr_NoMemory();
-    else if (!om_dl_import_list(tensors, n, x, "tensors") && !overlaps_find(x, sizeof *x, n, &again))
-        r = PyList_New(0);
-    for (Py_ssize_t i = 0; r && again && i < n; i++) {
-        PyObject *index = again[i] ? PyLong_FromSsize_t(i) : NULL;
-        if (again[i] && (!index || PyList_Append(r, index))) Py_CLEAR(r);
-        Py_XDECREF(index);
-    }
-    free(x), free(again);
-    return r;
 }
 
 /* --- steps ----------------------------------------------------------------------------------------- */
@@ -145,7 +74,7 @@ static PyObject *py_overlaps(PyObject *self, PyObject *tensors) {
 typedef struct step_args {
     om_optim_param *ps;
     om_tensor *tmp;   /* ends up holding the counters */
-    uint8_t *again;   /* see overlaps_find, of the weights */
+    uint8_t *again;   /* see om_overlaps, of the weights */
     Py_ssize_t n;
     om_optim_store store;
     uint64_t seed;
@@ -427,7 +356,6 @@ PyMethodDef om_optim_methods[] = {
     {FAST(lamb_step), LAMB_USAGE ": one LAMB step over lists of tensors."},
     {FAST(steps), "steps(kernel, calls): adam_step, sgd_step or lamb_step for each tuple of arguments in a list; all "
                   "are looked at before the first moves."},
-    {"overlaps", py_overlaps, METH_O, "overlaps(tensors): indices of those that share memory with an earlier one."},
     {FAST(norm), "norm(tensors, ord, per_tensor): (norm, finite[, norms]) over all elements of all tensors."},
     {FAST(loss_scale_next),
      "loss_scale_next(scale, good, finite, window, lowest, highest): (scale, good steps) after one more step."},

@@ -238,7 +238,8 @@ PyMODINIT_FUNC PyInit__C(void) {
     om_py_run_type = (PyTypeObject *)PyType_FromSpec(&om_py_run_spec);
     om_py_state_type = (PyTypeObject *)PyType_FromSpec(&om_py_state_spec);
     if (!m || !om_py_model_type || !om_py_run_type || !om_py_state_type || PyModule_AddFunctions(m, om_optim_methods) ||
-        PyModule_AddFunctions(m, om_cuda_methods) || PyModule_AddFunctions(m, om_guard_methods))
+        PyModule_AddFunctions(m, om_cuda_methods) || PyModule_AddFunctions(m, om_guard_methods) ||
+        PyModule_AddFunctions(m, om_overlap_methods))
         return NULL;
     Py_INCREF(om_py_model_type);
     Py_INCREF(om_py_run_type);

@@ -1,6 +1,7 @@
 /* pymodule.h - what the files of ortmodule._C share. pymodule.c: services from torch, errors, tensors out, module
  * functions; python/model.c: Model; python/profile.c: what it shows of a step; python/run.c: Run, State;
- * python/dlpack.c: tensors across; python/optim.c, cuda.c: optimizers; python/guard.c: what a capture has read. */
+ * python/dlpack.c: tensors across; python/optim.c, cuda.c: optimizers; python/guard.c: what a capture has read;
+ * python/overlap.c: what has memory in common. */
 #ifndef OM_PYMODULE_H
 #define OM_PYMODULE_H
 
@@ -46,7 +47,7 @@ typedef struct Run {
 
 extern PyTypeObject *om_py_model_type, *om_py_run_type, *om_py_state_type;
 extern PyType_Spec om_py_model_spec, om_py_run_spec, om_py_state_spec;
-extern PyMethodDef om_optim_methods[], om_cuda_methods[], om_guard_methods[];
+extern PyMethodDef om_optim_methods[], om_cuda_methods[], om_guard_methods[], om_overlap_methods[];
 /* after om_torch_open */
 void om_torch_gemm_fill(void *libtorch, om_services *sv); /* python/gemm.c */
 void om_torch_conv_fill(void *libtorch, om_services *sv); /* python/conv.c */

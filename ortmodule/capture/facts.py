@@ -9,7 +9,7 @@ classes     forward asks whether an argument is an nn.Parameter
 pattern     which arguments are one object, or are parameters or buffers of the module: where forward can tell (`is`,
             keys of a dictionary), or where they were at the capture
 apart       what forward edits in place shares no memory with another argument, with the module's tensors, or within
-            itself (expand, unfold)
+            itself (expand, unfold): at the capture; state.GuardedGraph asks at later calls
 
 A Facts is filled by the trace on its stand-ins; `freeze` then reads the real tensors. A capture that asks nothing has
 no tests: None takes their place.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import torch_private as private
+from .. import _C
 from ..errors import CaptureError
 
 ABSENT: Any = object()
@@ -36,45 +36,19 @@ class Known:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._ids: dict[int, str] | None = None
-        self._memory: dict[int, set[str]] | None = None
-        self.folded: set[str] = set()  # of what memory() has seen: those of which two elements are one
 
     def layouts(self) -> list[tuple[str, Hashable]]:
-        return [(name, layout(t)) for name, t in self._named()]
+        return [(name, layout(t)) for name, t in self.named()]
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    def named(self) -> list[tuple[str, Tensor]]:
         return [*self._module.named_parameters(remove_duplicate=False),
                 *self._module.named_buffers(remove_duplicate=False)]
 
     def name(self, t: Tensor) -> str | None:
         """Of the parameter or buffer that t is."""
         if self._ids is None:
-            self._ids = {id(x): name for name, x in reversed(self._named())}
+            self._ids = {id(x): name for name, x in reversed(self.named())}
         return self._ids.get(id(t))
-
-    def memory(self) -> dict[int, set[str]]:
-        """Which parameters and buffers look into a storage."""
-        if self._memory is None:
-            self._memory = {}
-            for name, x in self._named():
-                if x.numel():
-                    self._memory.setdefault(private.storage_of(x), set()).add(name)
-                    if _folded(x):
-                        self.folded.add(name)
-        return self._memory
-
-
-def _folded(t: Tensor) -> bool:
-    """May two of its elements be one number in memory? (Surely not where every stride is wider than all the smaller
-    ones reach.)"""
-    if t.layout is not torch.strided or t.is_contiguous():
-        return False
-    reach = 0
-    for stride, size in sorted([(stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def layout(t: Tensor) -> Hashable:
@@ -158,13 +132,18 @@ class Facts:
         now = pattern(tensors, known)
         if self.identity or now != tuple(range(len(tensors))):
             tests.append(_pattern(now))
-        if self.edited or self.edited_names:
-            tests.append(_apart(self.edited, self.edited_names, now))
-            if not tests[-1](tensors, known):
-                raise CaptureError(
-                    "forward edits a tensor in place that shares its memory with another one or within itself"
-                )
+        if (self.edited or self.edited_names) and not self._apart(tensors, known, now):
+            raise CaptureError(
+                "forward edits a tensor in place that shares its memory with another one or within itself"
+            )
         return tests or None
+
+    def _apart(self, tensors: Sequence[Tensor], known: Known, same: tuple[Hashable, ...]) -> bool:
+        named, n = known.named(), len(tensors)
+        objects = [*same, *[known.name(t) for _, t in named]]
+        written = [*self.edited, *[n + i for i, (name, _) in enumerate(named) if name in self.edited_names]]
+        pairs = _C.overlaps_written([*tensors, *[t for _, t in named]], tuple(written))
+        return not any(i == j or i < n and objects[i] != objects[j] for i, j in pairs)
 
 
 def hold(tests: list[Test], tensors: Sequence[Tensor], known: Known) -> bool:
@@ -190,21 +169,3 @@ def _of_leaf(i: int, ask: Callable[[Tensor], Any], answer: Any) -> Test:
 
 def _pattern(wanted: tuple[Hashable, ...]) -> Test:
     return lambda tensors, known: pattern(tensors, known) == wanted
-
-
-def _apart(edited: set[int], names: set[str], same: tuple[Hashable, ...]) -> Test:
-    def test(tensors: Sequence[Tensor], known: Known) -> bool:
-        of = [private.storage_of(t) if t.numel() else -1 - i for i, t in enumerate(tensors)]
-        memory = known.memory()
-        if not known.folded.isdisjoint(names) or any([_folded(tensors[i]) for i in edited]):
-            return False
-        for i, at in enumerate(of):
-            held = memory.get(at, ())
-            if i in edited and (any(name != same[i] for name in held)
-                                or any(at == b and same[j] != same[i] for j, b in enumerate(of))):
-                return False
-            if any(name in names and name != same[i] for name in held):
-                return False
-        return True
-
-    return test

@@ -124,7 +124,7 @@ def test_page_faults_are_told() -> None:
     train(ours, batch, optimizer, 4)
     graph = ours.report().graphs[0]
     assert 0 <= graph.page_faults < 5000
-    assert f"{graph.page_faults} page faults in the last" in str(ours.report())
+    assert f"{graph.page_faults} page faults in a recent one" in str(ours.report())
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -521,7 +521,15 @@ def _view_of_a_list(m: Any) -> None:
     m.matrix = m.kept[0][:]
 
 
-@pytest.mark.parametrize("share", [_same_object, _view_of_a_tensor, _view_of_a_list])
+def _data_of_a_tensor(m: Any) -> None:
+    m.matrix.data = m.plain.t()
+
+
+def _data_of_a_list(m: Any) -> None:
+    m.kept[0].data = m.plain.data
+
+
+@pytest.mark.parametrize("share", [_same_object, _view_of_a_tensor, _view_of_a_list, _data_of_a_tensor, _data_of_a_list])
 def test_what_forward_edits_shares_memory_after_a_capture(share: Callable[[Any], None]) -> None:
     def change(m: Any, step: int) -> None:
         if step == 3:
@@ -576,6 +584,51 @@ def test_an_argument_looks_into_a_plain_tensor(rule: Callable[..., Any], given: 
             seen.append([y.detach(), m.plain, m.kept[0], m.a.weight.grad])
         for mine, theirs in zip(*seen, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    (graph,) = ours.report().graphs
+    assert graph.forwards >= 4, "the calls between are the engine's"
+
+
+def test_arguments_that_meet_are_named() -> None:
+    def rule(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return m.a(x) * y
+
+    eager = Net(rule)
+    ours = ORTModule(copy.deepcopy(eager))
+    for step in range(4):
+        seen = []
+        for m in (ours, eager):
+            both = draw(step, 5, 4)
+            x, y = (both[1:], both[:4]) if step == 1 else (both[1:], draw(7))
+            m.zero_grad()
+            out = m(x, y)
+            out.sin().sum().backward()
+            seen.append([out.detach(), both, m.a.weight.grad])
+        for mine, theirs in zip(*seen, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    (left,) = ours.report().eager
+    assert left.calls == 1 and "which share memory" in left.reason and "argument" in left.reason
+
+
+@pytest.mark.parametrize("kind", ["buffer", "plain"])
+def test_a_tensor_that_forward_edits_becomes_expanded(kind: str) -> None:
+    """Eager refuses the edit, and so it is."""
+
+    def rule(m: Any, x: Tensor) -> Tensor:
+        m.state.add_(1)
+        return m.a(x) * m.state
+
+    net = Net(rule)
+    if kind == "buffer":
+        net.register_buffer("state", draw(0))
+    else:
+        net.state = draw(0)
+    ours = ORTModule(net)
+    for step in range(2):
+        ours(draw(step)).sum().backward()
+    ours.state.data = draw(1)[:1].expand(4, 4)
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        ours(draw(3))
 
 
 def test_tensors_of_nothing_share_no_memory() -> None:
