@@ -24,14 +24,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import autocast, cuda_engine, guard
+from . import answered, autocast, cuda_engine, guard
 from . import torch_private as private
 from .capture import CaptureError, CutCaptured, flatten_inputs
 from .capture.cuts import Interpreter, OtherSizes, other_sizes
 from .capture.marks import Mark
 from .capture.skeleton import Unreadable
 from .chain import Graph, Refusal, Unfit, view_again
-from .host import Failed, plain
+from .host import Answer, Failed, note, noting, plain
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -266,7 +266,8 @@ class CutGraph:
         self.forwards += 1
         run = _Run(self, tensors, lowered)
         try:
-            run.until(0, len(self.parts) - 1)
+            with noting():
+                run.until(0, len(self.parts) - 1)
             outs = [run.values[i] for i in self.outputs]
             view_again(self.captured.views, tensors, outs)
             return self.captured.rebuild(outs)
@@ -329,7 +330,8 @@ class _Run:
                 raise
             self.graph.broken = f"the engine refuses a part of the graph: {error}"
             try:
-                outs, writes = again.interpreter.run(tensors)
+                with answered.again(error.answers if isinstance(error, Failed) else ()):
+                    outs, writes = again.interpreter.run(tensors)
             except OtherSizes as other:
                 self.give_up(k, str(other))
             with torch.no_grad():
@@ -385,7 +387,9 @@ class _Run:
         args, kwargs = mark.fill([self.values[i] for i in mark.operands])
         start = perf_counter()
         with nullcontext() if mark.grad else torch.no_grad(), mark.autocast():
-            result = self.graph.module.get_submodule(mark.module)(*args, **kwargs)
+            module = self.graph.module.get_submodule(mark.module)
+            result = module(*args, **kwargs)
+        note(Answer(module, result))
         self.graph.call_ms[mark.module] += (perf_counter() - start) * 1e3
         flat = flatten_inputs((result,), {})
         if flat.key != mark.key:

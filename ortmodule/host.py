@@ -20,11 +20,12 @@ parameter is handed over itself: a Function may differentiate again by it, look 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,47 @@ class Region:
         self.spent = False
 
 
+class Answer(NamedTuple):
+    """What a submodule kept in PyTorch has returned. leaves: where the result's autograd graph ends: the tensors that
+    it was given, then its parameters; none where the graph goes on."""
+
+    module: nn.Module
+    result: Any
+    leaves: Sequence[Tensor] = ()
+
+
 class Failed(RuntimeError):
     """The engine, or an operator of PyTorch's among its work, has stopped in the middle of a forward; what it has
-    written so far may be half done."""
+    written so far may be half done. answers: of submodules that have run by then (answered.py)."""
+
+    answers: tuple[Answer, ...] = ()
+
+
+class noting:  # noqa: N801
+    """Within, on this thread, `note` keeps answers; they go with a Failed that leaves the block."""
+
+    __slots__ = ("answers", "outer")
+
+    def __enter__(self) -> None:
+        self.outer = _noted.answers
+        self.answers = _noted.answers = []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        _noted.answers = self.outer
+        if isinstance(error, Failed):
+            error.answers = (*self.answers, *error.answers)  # those that it has are of a part of this one
+
+
+class _Noted(threading.local):
+    answers: list[Answer] | None = None
+
+
+_noted = _Noted()
+
+
+def note(answer: Answer) -> None:
+    if _noted.answers is not None:
+        _noted.answers.append(answer)
 
 
 def _of_engine(step: Callable[..., Any], *args: Any) -> Any:
@@ -161,6 +200,7 @@ class Host:
 
     def __init__(self, ops: Sequence[HostOp], follow: Callable[[], None] | None = None) -> None:
         self.ops = ops
+        self.keeps = any(op.kind == "module" for op in ops)
         self.once = frozenset(i for i, op in enumerate(ops) if op.kind != "aten" or op.draws)
         self.follow = follow or _nothing
         self.ms = [0.0] * len(ops)
@@ -187,6 +227,13 @@ class Host:
         """Runs a forward to its end. Leaves a Region for every node in `want`. own: the caller's tensors, one per graph
         input. flow: of the variant for which all outputs arrive; with `want`. before: of the same step's forward, which
         is run again: `once` nodes are not. -> all that is detached (Flow.detached)."""
+        if not self.keeps:
+            return self._drive_forward(run, regions, want, own, flow, before)
+        with noting():
+            return self._drive_forward(run, regions, want, own, flow, before)
+
+    def _drive_forward(self, run: _C.Run, regions: Regions, want: Want, own: Sequence[Tensor], flow: Flow | None,
+                       before: Regions | None) -> frozenset[tuple[int, int]]:  # fmt: skip
         detached: set[tuple[int, int]] = set()
         self.follow()
         stop = _of_engine(run.resume)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from . import (
     _C,
+    answered,
     branches,
     bypassed,
     cuda_engine,
@@ -637,7 +638,7 @@ def _unfit(state: State, site: Site, captured: GuardedGraph, flat: FlatInputs, e
     return call(state, args, kwargs, turned_down + 1)
 
 
-def _failed(state: State, entry: Entry, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _failed(state: State, entry: Entry, error: Failed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The engine could not run this call, and has left everything as it was: an index is out of range, memory is
     short, or a plan for these sizes cannot be made. PyTorch either has the error that the user should see, or a
     result."""
@@ -645,7 +646,8 @@ def _failed(state: State, entry: Entry, error: Exception, args: tuple[Any, ...],
     no_memory = isinstance(error.__cause__, MemoryError)
     if no_memory:
         _C.cuda_engine_empty()
-    result = _eager(state, reason, args, kwargs)
+    with answered.again(error.answers):
+        result = _eager(state, reason, args, kwargs)
     if state.settings.strict:
         raise error
     first = not entry.failures and ("no memory",) not in state.told

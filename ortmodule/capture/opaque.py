@@ -35,6 +35,7 @@ from torch.autograd import Function
 from .. import autocast, patches
 from .. import torch_private as private
 from ..guard import part_of_forward
+from ..host import Answer, note
 from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import inside, quiet, watching
@@ -151,7 +152,7 @@ def autocast_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     return lambda: autocast.put(state, cache)
 
 
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any], once: bool = False) -> tuple[list[Tensor], Fill]:
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any], once: bool = False) -> tuple[list[Tensor], Fill]:
     """Tensor leaves of a call, and leaves -> (args, kwargs). once: one that stands at several places is one leaf, and
     one tensor for who is called."""
     tensors: list[Tensor] = []
@@ -170,7 +171,7 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any], once: bool = False) ->
     return tensors, fill
 
 
-def _results(out: Any) -> tuple[list[Tensor], Fill]:
+def results_of(out: Any) -> tuple[list[Tensor], Fill]:
     """Tensor leaves of a result, and leaves -> an equal result."""
     tensors: list[Tensor] = []
     seen: dict[int, int] = {}
@@ -239,6 +240,8 @@ def _as_call(
         contents = contents_of((args, kwargs)) if module is not None else None
         with autocast():
             out = run(*args, **kwargs)
+        if module is not None:
+            note(Answer(module, out, tensors))
         if contents is not None and contents_of((args, kwargs)) != contents:
             raise Changed(f"{name}, kept in PyTorch, edits a container or object among its arguments, and did not when "
                           "the module was captured")  # fmt: skip
@@ -251,7 +254,7 @@ def _as_call(
                 f"{name}, kept in PyTorch, returns a result of another structure, dtype or rank than when the module "
                 f"was captured"
             )
-        outs = (out,) if isinstance(out, Tensor) else tuple(_results(out)[0])
+        outs = (out,) if isinstance(out, Tensor) else tuple(results_of(out)[0])
         if expected.edited and _share(outs, tensors, module):
             raise Changed(f"{name}, kept in PyTorch, {SHARES}, and did not when the module was captured")
         return out if isinstance(out, Tensor) else outs or (_nothing(tensors),)
@@ -278,7 +281,7 @@ def without_values(table: Table) -> dict[str, list[Recorded]]:
     for fqn, results in table.recorded.items():
         found[fqn] = []
         for call in results:
-            tensors, rebuild = _results(call.result)
+            tensors, rebuild = results_of(call.result)
             bare = rebuild([like(t, device="meta") for t in tensors])
             found[fqn].append(call._replace(result=bare))
     return found
@@ -323,7 +326,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise OpaqueError(
             f"{cls.__qualname__}.apply is given {by} with a tensor or size of the call in it: it must be an argument"
         )
-    tensors, fill = _split(args, kwargs)
+    tensors, fill = tensors_of(args, kwargs)
     direct = {id(x) for x in args if isinstance(x, Tensor)}
     tensors = [x if id(x) in direct else x.detach() for x in tensors]  # autograd does not see tensors inside of lists
     needs = tuple([isinstance(x, Tensor) and x.requires_grad for x in args])
@@ -344,7 +347,7 @@ def _function_node(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if contents_of((a, k)) != contents:
             raise OpaqueError(f"{cls.__qualname__}.forward edits a container or object among its arguments")
         expected.form = form_of(name, out)
-        outs, row.rebuild = _results(out)
+        outs, row.rebuild = results_of(out)
         expected.shares = _share(outs, xs, None)
         expected.fresh = frozenset(
             [k for k, y in enumerate(outs) if not _share([y], [*xs, *outs[:k], *outs[k + 1 :]], None)]
@@ -452,7 +455,7 @@ def _ctc(*args: Any, **kwargs: Any) -> Tensor:
     x = given.arguments["log_probs"]
     if x.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(x.device.type):
         given.arguments["log_probs"] = x.float()  # as autocast does
-    tensors, fill = _split(given.args, given.kwargs)
+    tensors, fill = tensors_of(given.args, given.kwargs)
     autocast = autocast_state()
 
     def call(xs: list[Tensor]) -> Tensor:
@@ -541,7 +544,7 @@ def record_results(
         # a gradient goes to the arguments of a call, and no other way
         if any(t.grad_fn is not None and id(t) not in stale for t in _tensors_of(root.get_submodule(fqn))):
             raise OpaqueError(_STATE.format(fqn))
-        taken = [(t, t.clone() if t.is_inference() else t._version) for t in _split(args, kwargs, True)[0]]
+        taken = [(t, t.clone() if t.is_inference() else t._version) for t in tensors_of(args, kwargs, True)[0]]
         given[fqn] = taken, contents_of((args, kwargs))
         written.begin()
 
@@ -549,11 +552,11 @@ def record_results(
         _told(fqn, written.end())
         entered.pop().__exit__(None, None, None)
         taken, contents = given.pop(fqn)
-        if trained_elsewhere(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn)):
+        if trained_elsewhere(results_of(out)[0], [t for t, _ in taken], root.get_submodule(fqn)):
             raise OpaqueError(_TRAINED.format(fqn))
         if contents_of((args, kwargs)) != contents:
             raise OpaqueError(_FILLS.format(fqn))
-        shares = _share(_results(out)[0], [t for t, _ in taken], root.get_submodule(fqn))
+        shares = _share(results_of(out)[0], [t for t, _ in taken], root.get_submodule(fqn))
         notes[fqn].append(Recorded(out, shares, tuple([t.shape for t, _ in taken])))
         for t, was in taken:
             if not torch.equal(t, was) if isinstance(was, Tensor) else t._version != was:
@@ -638,7 +641,7 @@ def kept_results(
             raise OpaqueError(_EDITS.format(fqn))
         if contents_of(given) != contents:
             raise OpaqueError(_FILLS.format(fqn))
-        return out, None, _share(_results(out)[0], xs, module)
+        return out, None, _share(results_of(out)[0], xs, module)
 
     return results
 
@@ -648,10 +651,10 @@ Sized = Callable[[int], tuple[Sequence[Any], Sequence[Any]]]  # sizes and stride
 
 def _sizes(fqn: str, call: Recorded, before: list[Recorded], xs: list[Tensor], i: int) -> tuple[Any, Any]:
     """Sizes and strides of a result that was recorded; in a capture with symbolic sizes in terms of the arguments'."""
-    result = _results(call.result)[0][i]
+    result = results_of(call.result)[0][i]
     if not before:
         return result.shape, result.stride()
-    earlier = [(b.given, _results(b.result)[0][i]) for b in before]
+    earlier = [(b.given, results_of(b.result)[0][i]) for b in before]
     if any(t.dim() != result.dim() or len(given) != len(xs) for given, t in earlier):
         raise OpaqueError(f"{fqn}, kept in PyTorch, returns a result of another structure from call to call")
 
@@ -697,7 +700,7 @@ def _sizes(fqn: str, call: Recorded, before: list[Recorded], xs: list[Tensor], i
 def _module_node(
     fqn: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    tensors, fill = _split(args, kwargs, True)
+    tensors, fill = tensors_of(args, kwargs, True)
     silent = not torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if torch.is_grad_enabled() and any(
         isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules()
@@ -723,7 +726,7 @@ def _module_node(
         if returned is not None:
             raise OpaqueError(_REACHES.format(fqn, "returns", returned))
         expected.form = form_of(fqn, out)
-        outs, row.rebuild = _results(out)
+        outs, row.rebuild = results_of(out)
         if sizes is not None:
             outs = [like(y, *sizes(i)) for i, y in enumerate(outs)]
         return outs or [_nothing(xs)]

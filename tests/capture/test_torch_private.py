@@ -269,7 +269,7 @@ def sharded_is_refused() -> None:
 
 def gone_has_no_name():
     assert private.store() is None
-    assert "a rank does not answer" == saved._absent(private.store(), 1, 2)
+    assert "a rank does not answer" == saved._absent(private.store(), 1, 2, 0.0)
 
 
 def gathers_name_nobody() -> None:
@@ -305,8 +305,9 @@ def no_transformed_buffers() -> None:
     model, x = alike(Steps(), train), torch.ones(3, 8)
     in_engine(model)
     torch.func.jvp(model, (x,), (x,))
-    with pytest.raises(NotImplementedError, match="storage"):
-        train(model)
+    before = int(model.steps)
+    train(model)
+    assert int(model.steps) > before and type(model.steps.data) is Tensor
 
 
 def symbolic_for_files() -> None:

@@ -640,6 +640,7 @@ def test_a_kept_module_that_returns_other_sizes(hooked: str) -> None:
         torch.testing.assert_close(got, want)
         for p, q in zip(wrapped.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+        assert wrapped.keeps.calls == eager.keeps.calls, "it has run once a step"
     assert said == (hooked == "first")
     assert wrapped.report().graphs
 

@@ -353,6 +353,58 @@ class _Chosen(nn.Module):
         return x[mask].reshape(2, -1, 4)
 
 
+class _Counted(nn.Module):
+    """Statistics, random numbers, a counter, and as many rows as the mask lets through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        h = self.norm(self.drop(self.inner(x))[mask])
+        return {"rows": h.reshape(2, -1, 4), "sum": h.sum(0), "number": mask.sum()}
+
+
+class _OfCounted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.counted, self.last = nn.Linear(4, 4), _Counted(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.first(x)
+        found = self.counted(h, mask)
+        again = self.counted(h.sin(), mask=mask)
+        return (self.last(found["rows"] + again["rows"]).tanh().mean(1) + again["sum"] + h.mean(1)) * found["number"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_kept_module_that_has_run_answers_when_the_call_begins_again(trained: bool) -> None:
+    """Its statistics, counter and random numbers are those of one run."""
+    torch.manual_seed(0)
+    eager = _OfCounted().double()
+    ours = ORTModule(copy.deepcopy(eager))
+    for step, n in enumerate((3, 3, 5, 2, 4, 5, 3)):
+        mask, data = (torch.arange(6) < n).expand(2, 6), torch.randn(2, 6, 4, dtype=torch.float64)
+        seen = []
+        for m in (ours, eager):
+            torch.manual_seed(step)
+            m.zero_grad()
+            x = data.clone().requires_grad_()
+            with torch.set_grad_enabled(trained):
+                y = m(x, mask)
+                if trained:
+                    y.square().sum().backward()
+            seen.append([y.detach(), x.grad, *(p.grad for p in m.parameters()), *m.buffers()])
+        for mine, theirs in zip(*seen, strict=True):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+        assert ours.counted.calls == eager.counted.calls
+    assert [h.module for h in ours.report().host] and ours.report().eager
+
+
 class _OfChosen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
