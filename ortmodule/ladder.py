@@ -538,7 +538,7 @@ def _capture(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
         entry.graphs.insert(0, made)
         _count(state, made)
         state.bind(site, made)
-        made.overlapped = made.overlaps(flat.tensors, site.reach)
+        made.overlapped = _C.overlaps_written(made.given(flat.tensors, site.reach), made.edited)
         return made
     # Either the module cannot be captured, or this call is wrong: then PyTorch's own error is the one the user
     # should see.

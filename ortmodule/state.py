@@ -17,7 +17,7 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +131,13 @@ class Entry:
         return [*reads, *self.held.changed(), *self.ties.changed(module)]
 
 
+class Strange(NamedTuple):
+    """Why a graph does not hold for these tensors. of_call: PyTorch runs the call; else another capture may hold."""
+
+    reason: str
+    of_call: bool
+
+
 class GuardedGraph:
     """A graph, and for which calls it holds."""
 
@@ -150,7 +157,7 @@ class GuardedGraph:
         self.no_net = ""  # why there is none
         self.elsewhere = cuda_engine.elsewhere(flat.tensors, graph.cuda)  # arguments that lay on another device
         self.edited = tuple(set(graph.writes).difference(graph.captured.rebinds))  # graph inputs
-        self.overlapped: set[tuple[int, int]] = set()  # overlaps() of the tensors it was captured for
+        self.overlapped: set[tuple[int, int]] = set()  # of `given`, what shared memory with those when it was captured
         self.calls = 0
         self.next_check = -1  # call at which the net looks again
 
@@ -164,22 +171,34 @@ class GuardedGraph:
             fits = self.shapes == shapes and self.scalars == flat.scalars and self._same_zeros(flat)
         return fits and (self.tests is None or hold(self.tests, flat.tensors, known))
 
-    def overlaps(self, tensors: list[Tensor], reach: list[Tensor]) -> set[tuple[int, int]]:
-        """Which graph inputs share memory with those that forward edits. reach: State.reach()."""
+    def given(self, tensors: list[Tensor], reach: list[Tensor]) -> list[Tensor | None]:
+        """The graph's inputs, and what else may share memory with them. reach: State.reach()."""
         n = len(tensors)
-        return _C.overlaps_written([tensors[i] if i < n else None for i in self.graph.leaves] + reach, self.edited)
+        return [tensors[i] if i < n else None for i in self.graph.leaves] + reach
 
-    def strange(self, tensors: list[Tensor], reach: list[Tensor]) -> tuple[int, int] | None:
-        """Two that share memory now and did not when it was captured, or the other way round."""
-        return min(self.overlaps(tensors, reach) ^ self.overlapped, default=None) if self.edited else None
+    def strange(self, tensors: list[Tensor], reach: list[Tensor]) -> Strange | None:
+        """Do tensors share memory with what forward edits that did not when it was captured, or the other way round?
+        May it be edited at all?"""
+        if not self.edited:
+            return None
+        given = self.given(tensors, reach)
+        pair = min(_C.overlaps_written(given, self.edited) ^ self.overlapped, default=None)
+        if pair is not None:
+            return Strange(self._shares(pair), pair[0] < len(self.graph.leaves))
+        made = [i for i in self.edited if (t := given[i]) is not None and t.is_inference()]
+        if made and not torch.is_inference_mode_enabled():
+            return Strange(f"forward edits {self._name(made[0])}, an inference tensor", True)
+        return None
 
-    def told(self, pair: tuple[int, int]) -> str:
+    def _name(self, i: int) -> str:
         inputs = self.graph.captured.inputs
-        of = ["another tensor of the module" if i >= len(inputs) else inputs[i].target or f"argument {inputs[i].name}"
-              for i in pair]  # fmt: skip
+        return "another tensor" if i >= len(inputs) else inputs[i].target or f"argument {inputs[i].name}"
+
+    def _shares(self, pair: tuple[int, int]) -> str:
+        one, other = map(self._name, pair)
         if pair[0] == pair[1]:
-            return f"forward edits {of[0]}, of which elements share memory (expand, unfold)"
-        return f"forward edits {of[0]} or {of[1]}, which share memory"
+            return f"forward edits {one}, of which elements share memory (expand, unfold)"
+        return f"forward edits {one} or {other}, which share memory"
 
     def _same_zeros(self, flat: FlatInputs) -> bool:
         """0.0 == -0.0"""
@@ -462,17 +481,17 @@ class State:
 
     def find_graph(self, site: Site, flat: FlatInputs, answers: branches.Answers = ()) -> GuardedGraph | str | None:
         """The capture of the site's entry that holds for these sizes and numbers, and for answers. Of those that
-        differ in answers alone the one that was used last. A text: one would, but for memory that arguments share."""
+        differ in answers alone the one that was used last. A text: one would, but for what forward edits."""
         graphs, why = site.entry.graphs, None
         for found in graphs:
             if found.fits(flat, site.known) and branches.agree(found.answers, answers):
-                pair = found.strange(flat.tensors, self.reach(found))
-                if pair is None:
+                strange = found.strange(flat.tensors, self.reach(found))
+                if strange is None:
                     if answers:
                         site.entry.graphs = [found, *[g for g in graphs if g is not found]]
                     return self.bind(site, found)
-                if pair[0] < len(found.graph.leaves):
-                    why = found.told(pair)
+                if strange.of_call:
+                    why = strange.reason
         return why
 
     def every_site(self) -> Iterator[Site]:

@@ -631,6 +631,38 @@ def test_a_tensor_that_forward_edits_becomes_expanded(kind: str) -> None:
         ours(draw(3))
 
 
+@pytest.mark.parametrize("kind", ["argument", "buffer", "plain"])
+def test_an_inference_tensor_that_forward_edits(kind: str) -> None:
+    """Eager refuses the edit, but under inference_mode, and so it is."""
+
+    def rule(m: Any, x: Tensor) -> Tensor:
+        x.add_(1)
+        m.buf.add_(1)
+        m.plain.add_(1)
+        return m.a(x) + m.buf + m.plain
+
+    eager = Net(rule)
+    eager.plain = draw(0)
+    ours = ORTModule(copy.deepcopy(eager))
+    for step, odd in enumerate((False, False, True, True, False, True)):
+        seen: list[Any] = []
+        for m in (ours, eager):
+            with torch.inference_mode(odd):
+                made = {name: draw(step + k) for k, name in enumerate(("argument", "buffer", "plain"))}
+            given = {name: t if name == kind else t.clone() for name, t in made.items()}
+            m.buf, m.plain = given["buffer"], given["plain"]
+            with torch.inference_mode(step == 5):
+                try:
+                    seen.append(m(given["argument"]).detach())
+                except RuntimeError as error:
+                    seen.append(str(error))
+        if step in (2, 3):
+            assert seen[0] == seen[1] and "Inplace update to inference tensor" in seen[0]
+        else:
+            torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-12)
+    assert ours.report().graphs[0].forwards > 2
+
+
 def test_tensors_of_nothing_share_no_memory() -> None:
     def rule(m: Any, nothing: Tensor, x: Tensor) -> Tensor:
         nothing.add_(1)
