@@ -332,7 +332,7 @@ class _Run:
             try:
                 with answered.again(error.answers if isinstance(error, Failed) else ()):
                     outs, writes = again.interpreter.run(tensors)
-            except OtherSizes as other:
+            except (OtherSizes, Failed) as other:
                 self.give_up(k, str(other))
             with torch.no_grad():
                 for i, new in zip(graph.captured.writes, writes, strict=True):
@@ -393,8 +393,7 @@ class _Run:
         self.graph.call_ms[mark.module] += (perf_counter() - start) * 1e3
         flat = flatten_inputs((result,), {})
         if flat.key != mark.key:
-            self.graph.broken = f"{mark.module} returns another structure than when it was captured"
-            raise RuntimeError(f"ortmodule: {self.graph.broken}. Later calls run in PyTorch.")
+            self.give_up(k, f"{mark.module} returns another structure than when it was captured")
         first = dict(zip(mark.order, flat.tensors, strict=True))
         for i, axis, size in mark.sizes:
             want = size if isinstance(size, int) else self.values[size[0]].shape[size[1]]
@@ -409,8 +408,8 @@ class _Run:
         return not written and all(m.kind in ("call", "between") for m in self.graph.marks[:k])
 
     def give_up(self, k: int, reason: str) -> NoReturn:
-        """The rest of the graph, from part k or the mark behind it on, would compute with other sizes than a kept
-        submodule has returned. PyTorch runs the call, where it still can."""
+        """The rest of the graph, from part k or the mark behind it on, cannot take what a kept submodule has returned.
+        PyTorch runs the call, where it still can."""
         if self.untouched(k):
             raise Failed(reason)
         self.graph.broken = reason

@@ -35,7 +35,7 @@ from torch.autograd import Function
 from .. import autocast, patches
 from .. import torch_private as private
 from ..guard import part_of_forward
-from ..host import Answer, note
+from ..host import Answer, Failed, note
 from ..patches import Patch, only_here, replaced
 from ..torch_private import HOOK_TABLES
 from ..watch import inside, quiet, watching
@@ -245,12 +245,13 @@ def _as_call(
         if contents is not None and contents_of((args, kwargs)) != contents:
             raise Changed(f"{name}, kept in PyTorch, edits a container or object among its arguments, and did not when "
                           "the module was captured")  # fmt: skip
+        other: type[Exception] = Changed if module is None else Failed  # a module answers again what it has answered
         try:
             now = form_of(name, out)
         except OpaqueError as e:
-            raise Changed(f"{e}, and did not when the module was captured") from None
+            raise other(f"{e}, and did not when the module was captured") from None
         if now != expected.form:
-            raise Changed(
+            raise other(
                 f"{name}, kept in PyTorch, returns a result of another structure, dtype or rank than when the module "
                 f"was captured"
             )
