@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 from . import torch_private as private
 from .capture.opaque import results_of, tensors_of
 from .host import Answer, hooks_at_rest
-from .patches import Ends
 from .torch_private import CALL
 
 
@@ -79,12 +78,15 @@ def again(answers: Sequence[Answer]) -> Iterator[None]:
     turns: dict[int, deque[Answer]] = {}
     for answer in answers:
         turns.setdefault(id(answer.module), deque()).append(answer)
-    ends = Ends()
+    before = [(of[0].module.__dict__, of[0].module.__dict__.get(CALL)) for of in turns.values()]
     try:
-        for of in turns.values():
+        for of, (own, call) in zip(turns.values(), before, strict=True):
             module = of[0].module
-            own = module.__dict__.get(CALL) or functools.partial(private.call_impl, module)
-            ends.replace(module.__dict__, CALL, _call(module, own, of, threading.get_ident()))
+            own[CALL] = _call(module, call or functools.partial(private.call_impl, module), of, threading.get_ident())
         yield
     finally:
-        ends.close()
+        for own, call in before:
+            if call is None:
+                own.pop(CALL, None)
+            else:
+                own[CALL] = call
