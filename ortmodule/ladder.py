@@ -565,7 +565,9 @@ def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
     effect = cuts.Effect(state.module, entry.places)
     result = effect.call(args, kwargs)
     with state.lock:
-        if entry.effect is None and entry.eager is None and guard.places(state.module) == entry.places:
+        if guard.places(state.module) != entry.places:
+            _passing(state)
+        elif entry.effect is None and entry.eager is None:
             entry.effect = effect
             entry.places = tuple([effect.seen(p) for p in entry.places])
             if effect.reason is not None:
@@ -575,6 +577,18 @@ def _observe(state: State, site: Site, flat: FlatInputs, args: tuple[Any, ...], 
                 if isinstance(found, Left) and found.failure is not None:
                     _leave(state, entry, found.failure, by_parts=True)
     return result
+
+
+def _passing(state: State) -> None:
+    """A call has put hooks on submodules or removed them, so nothing is captured of it. Once is nothing to tell (a hook
+    for the first call); where it is done again, the calls stay in PyTorch."""
+    reason = "hooks on submodules come or go while forward runs"
+    entry = state.eager_entry(reason)
+    entry.calls += 1
+    if entry.calls > 1:
+        _forbid(state, CaptureError(reason))
+    if entry.calls == 2:
+        logger.warning("%s runs in PyTorch: %s", type(state.module).__name__, reason)
 
 
 def _cast_net(state: State, made: GuardedGraph, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any],

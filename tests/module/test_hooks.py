@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 
 from ortmodule import ORTModule
 from ortmodule.capture import marks
+from ortmodule.errors import CaptureError
 
 
 @pytest.fixture(autouse=True)
@@ -717,6 +718,38 @@ def test_hooks_that_come_and_go() -> None:
     m(x)
     m(x)
     assert log == list(range(6)) and [len(g.cuts) for g in m.report().graphs] == [1, 0]
+
+
+def test_hooks_that_come_and_go_within_a_call(caplog: Any) -> None:
+    """A hook for one call removes itself: nothing can be captured of a call that has one."""
+
+    def put(model: Any, log: Log) -> None:
+        def hook(*seen: Any) -> None:
+            handle.remove()
+            log.append(seen[-1].sum().item())
+
+        handle = model.layers[0].register_forward_hook(hook)
+
+    log: tuple[Log, Log] = [], []
+    eager = Seq()
+    ours, x = ORTModule(copy.deepcopy(eager)), torch.randn(4, 5)
+    for _ in range(3):
+        for m, seen in zip((ours, eager), log):
+            put(m, seen)
+            m(x).sum().backward()
+    assert log[0] == log[1] and len(log[0]) == 3
+    (told,) = ours.report().eager
+    assert (told.calls, told.reason) == (3, "hooks on submodules come or go while forward runs")
+    assert [r.getMessage() for r in caplog.records] == [f"Seq runs in PyTorch: {told.reason}"]
+    ours(x).sum().backward()
+    assert ours.report().n_captures == 1 and told.calls == 3
+
+    strict = ORTModule(Seq(), strict=True)
+    put(strict, [])
+    strict(x)  # once is no matter
+    put(strict, [])
+    with pytest.raises(CaptureError, match="hooks on submodules come or go while forward runs"):
+        strict(x)
 
 
 def test_nothing_is_kept() -> None:
