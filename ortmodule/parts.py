@@ -188,8 +188,11 @@ class Parts:
             made = self.state.parts.get(id(p.module))
             inner: Parts | None = made._ortmodule.by_parts if made is not None and not p.reason else None
             reason = p.reason
-            if inner is not None and made is not None and not made._ortmodule.every:
-                reason = "by its parts" if inner.ours else "its forward is PyTorch's"
+            if made is not None and not p.reason and not made._ortmodule.every:
+                if inner is not None:
+                    reason = "by its parts" if inner.ours else "its forward is PyTorch's"
+                else:  # called, and never in the engine
+                    reason = next((e.reason for e in made._ortmodule.eager_entries.values() if e.calls), "")
             yield PartEntry(self.state.within(p.name), str(p.device), reason)
             if inner is not None:
                 yield from inner.entries()

@@ -100,6 +100,23 @@ def test_the_parts_run_in_the_engine(caplog: Any) -> None:
     assert len(said) == 2 and said[0].endswith("The engine runs blocks.0, blocks.1") and said[0].startswith("Net: PyTorch runs forward: ")
 
 
+def test_a_part_that_pytorch_runs_at_every_call_is_not_in_the_engine() -> None:
+    class Frozen(Net):
+        def middle(self, x: Tensor) -> Tensor:
+            with torch.no_grad():  # other than around forward
+                x = self.blocks[0](x)
+            return self.blocks[1](x)
+
+    ours, eager = both(Frozen)
+    for k in range(3):
+        step(ours, eager, *batch(k))
+    report = ours.report()
+    assert played(ours) == {"blocks.1": 3}
+    assert [p.name for p in report.parts if not p.reason] == ["blocks.1"]
+    assert report.parts[0].reason.startswith("called under another grad mode than the forward")
+    assert "forward in PyTorch, 1 of 2 parts in the engine" in str(report)
+
+
 def test_what_can_be_captured_is() -> None:
     """Without labels forward does not meet numpy."""
     ours, eager = both()
