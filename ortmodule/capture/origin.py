@@ -44,6 +44,8 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
     if isinstance(error, NotRepeatable):
         return CaptureError(first, "" if error.whole else module or "", file, line)
     told = next((reason for part, reason in _OF_TORCH.items() if part in text), "")
+    if not first:  # an assert, a StopIteration
+        first = next((f"raised in {f.f_code.co_filename}:{number}" for f, number in deepest), "raised without a text")
     return CaptureError(told or f"{type(error).__name__}: {first}", module or "", file, line)
 
 

@@ -305,6 +305,15 @@ def test_a_lazy_submodule_gets_its_sizes_in_pytorch() -> None:
     assert entry.calls == 1 and "0.weight of a lazy module gets its size at the first call" in entry.reason
 
 
+def test_an_error_of_the_trace_without_a_text_says_where_it_was_raised(monkeypatch: Any) -> None:
+    def stop(*args: Any, **rest: Any) -> Any:
+        return next(iter(()))
+
+    monkeypatch.setattr("ortmodule.capture.export._export", stop)
+    with pytest.raises(CaptureError, match=r"StopIteration: raised in .*test_mistakes\.py:\d+"):
+        ORTModule(Line(), strict=True)(torch.randn(2, 4))
+
+
 def test_a_converted_model_is_an_error_of_one_class() -> None:
     assert type(error(lambda: converted(lambda m: m, torch.optim.AdamW))) is type(error(lambda: converted(ORTModule)))
 
