@@ -51,9 +51,11 @@ torch.fx.node.has_side_effect(MARK)
 
 
 def _regions() -> Regions | None:
-    """Of the trace that this thread is in, where it computes gradients."""
+    """Of the trace that this thread is in, where it computes gradients. A run on stand-ins (net.py) has none."""
     scope = here()
     if scope is None or not scope.exporting or not torch.compiler.is_exporting() or not torch.is_grad_enabled():
+        return None
+    if scope.table.instead is not None:
         return None
     found: Regions = scope.table.checkpoints
     return found
@@ -74,10 +76,11 @@ def _region(regions: Regions) -> Iterator[None]:
 def reentrant(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """CheckpointFunction.apply: where no argument requires a gradient, it gives none to anything inside."""
     regions = _regions()
-    if regions is None:
-        return run(*args)
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-    with _region(regions), contextlib.nullcontext() if wanted else torch.no_grad():
+    with (
+        contextlib.nullcontext() if regions is None else _region(regions),
+        contextlib.nullcontext() if wanted else torch.no_grad(),
+    ):
         return run(*args)
 
 

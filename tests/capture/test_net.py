@@ -169,6 +169,18 @@ class Everything(nn.Module):
         return part @ mask(4) + self.plain * y.cpu() + z
 
 
+class Checkpointed(nn.Module):
+    """With PyTorch's Function of its own around what is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=True)  # of what requires no gradient
+        return torch.utils.checkpoint.checkpoint(torch.tanh, self.second(h), use_reentrant=True)  # type: ignore[no-any-return]
+
+
 def transformer(cls: str, **config: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     made: nn.Module = getattr(transformers, cls)(getattr(transformers, cls.partition("For")[0].replace("LMHeadModel", "") + "Config")(**config))
@@ -189,6 +201,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], Tensor]]] 
                               lambda m, i: m(torch.randn(2, 5, 8)).sum()),
     "LSTM": (lambda: nn.LSTM(4, 4), lambda m, i: m(torch.randn(5, 2, 4))[0].sum()),
     "parts in PyTorch": (Host, lambda m, i: m(torch.randn(2, 4)).sum()),
+    "reentrant checkpoints": (Checkpointed, lambda m, i: m(torch.randn(3, 4)).sum()),
     "everything": (Everything, lambda m, i: m(torch.randn(3, 4)).sum()),
     "other sizes": (Everything, lambda m, i: m(torch.randn(3 + i % 3, 4)).sum()),
 }  # fmt: skip
