@@ -41,14 +41,16 @@ def channel_shuffle(c: Converter, n: Node, x: Node, groups: int) -> Val:
 
 
 def _steps(c: Converter, size: Any, dtype: torch.dtype, corners: bool) -> Val:
-    """Places of `size` elements between -1 and 1: their middles, or from corner to corner (one element: 0)."""
-    i, count = c.range(size, dtype), c.cast(c.symbolic(size), dtype)
-    one, two = c.scalar(1, dtype), c.scalar(2, dtype)
-    if not corners:
-        return c.op2("Sub", c.op2("Div", c.op2("Add", c.op2("Mul", i, two), one), count), one)
-    last = c.op2("Max", c.op2("Sub", count, one), one)
-    place = c.op2("Sub", c.op2("Div", c.op2("Mul", i, two), last), one)
-    return c.where(c.compare("Equal", count, one), c.scalar(0, dtype), place)
+    """Places of `size` elements between -1 and 1: their middles, or from corner to corner (one element: 0). To the bit
+    as in torch: a map that changes nothing points at whole pixels, where the last bit says on which side of a pixel
+    grid_sample's gradient is taken."""
+    if not isinstance(size, int):
+        raise NotHere("affine_grid of symbolic sizes")
+    if size > 1:
+        place = torch.linspace(-1, 1, size, dtype=dtype, device="cpu")
+    else:
+        place = torch.zeros(size, dtype=dtype, device="cpu")
+    return c.b.tensor(place if corners else place * (size - 1) / size, "places")
 
 
 @row("affine_grid_generator")

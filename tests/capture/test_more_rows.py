@@ -103,6 +103,16 @@ def test_affine_grid(corners: bool) -> None:
     twin(lambda t, x: F.affine_grid(t, x.shape, align_corners=corners) * x.mean(), (r(3, 2, 3), r(3, 1, 4, 5)), (r(3, 2, 3), r(3, 1, 1, 7)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("corners", [True, False])
+def test_affine_grid_of_a_map_that_changes_nothing(corners: bool, dtype: torch.dtype) -> None:
+    """Its places are whole pixels, at which the last bit decides what gradient grid_sample has."""
+    model = ORTModule(Fn(lambda t: F.affine_grid(t, [t.shape[0], 1, 28, 7], align_corners=corners)), strict="engine")
+    for rows in (2, 3, 4):
+        same = torch.tensor([[1.0, 0, 0], [0, 1, 0]], dtype=dtype).repeat(rows, 1, 1).requires_grad_()
+        assert torch.equal(model(same), F.affine_grid(same, [rows, 1, 28, 7], align_corners=corners))
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("p", [1, 2])
 def test_multi_margin_loss(p: int, reduction: str) -> None:
