@@ -124,7 +124,8 @@ static om_status map_scatter_nd(om_onnx *o) {
 /* --- sampling by a grid -------------------------------------------------------------------------------- */
 
 /* Where along an axis of `size` the grid points: -1 and 1 are the outer edges, or (align) the outer elements. border:
- * held inside, without a gradient where it is held; NaN becomes 0 there, as in torch. */
+ * held inside, without a gradient where it is held; NaN becomes 0 there, as in torch. torch rounds c * size - 1 once
+ * (a fused multiply-add), so float32 goes by way of float64: at whole pixels the last bit chooses the neighbours. */
 static om_id map_grid_at(om_onnx *o, om_id grid, int which, om_dim size, bool align, bool border) {
     om_graph *g = o->g;
     if (FAILED) return OM_NONE;
@@ -133,8 +134,12 @@ static om_id map_grid_at(om_onnx *o, om_id grid, int which, om_dim size, bool al
     const om_id one = om_scalar(g, t.dtype, 1), last = om_onnx_dim_value(o, om_dim_sub(g, size, 1), t.dtype),
                 zero = om_scalar(g, t.dtype, 0);
     c = MAKE2(add, c, one);
-    c = align ? MAKE2(mul, om_b_scale(g, c, 0.5), last)
-              : om_b_scale(g, MAKE2(sub, MAKE2(mul, c, om_onnx_dim_value(o, size, t.dtype)), one), 0.5);
+    if (align) {
+        c = MAKE2(mul, om_b_scale(g, c, 0.5), last);
+    } else {
+        c = MAKE2(mul, om_b_cast(g, c, OM_F64), om_onnx_dim_value(o, size, OM_F64));
+        c = om_b_cast(g, om_b_scale(g, MAKE2(sub, c, om_scalar(g, OM_F64, 1)), 0.5), t.dtype);
+    }
     if (!border) return c;
     return om_map_where(o, MAKE2(gt, c, zero), om_map_where(o, MAKE2(ge, c, last), last, c), zero);
 }

@@ -450,3 +450,16 @@ def test_grid_sample_far_outside() -> None:
         x[0, 0, 0, 0] = float("inf")
     for padding in ("zeros", "border"):
         same(lambda x, g, p=padding: F.grid_sample(x, g, padding_mode=p, align_corners=True), (x, grid), ort=False)
+
+
+@pytest.mark.parametrize("corners", [False, True])
+def test_grid_sample_at_whole_pixels(corners: bool) -> None:
+    """In float32 the neighbours are eager's, and so is the side on which the slope is taken."""
+    eager = Fn(lambda x, grid: F.grid_sample(x, grid, align_corners=corners), x := r(1, 1, 100, 100))
+    places = torch.linspace(-1, 1, 100) * (1 if corners else 99 / 100)
+    found = []
+    for m in (eager, ORTModule(copy.deepcopy(eager), strict="engine")):
+        grid = torch.stack(torch.meshgrid(places, places, indexing="xy"), -1)[None].requires_grad_()
+        m(x, grid).sum().backward()
+        found.append(grid.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
