@@ -49,7 +49,10 @@ def capture_error(root: nn.Module, error: BaseException) -> CaptureError:
     return CaptureError(told or f"{type(error).__name__}: {first}", module or "", file, line)
 
 
+_SPARSE = "a sparse tensor (of torch.sparse), which the engine does not have"
 _OF_TORCH = {  # what the export says -> what it is about
+    "Cannot access storage of Sparse": _SPARSE,
+    "from the 'Sparse": _SPARSE,
     "data is not allocated yet": "an operator that looks at the numbers of a tensor, of which a capture has none "
     "(pack_padded_sequence, compiled code of a library)",
     "fake tensor in the exported program": "a tensor that forward makes out of a capture's sight (by way of numpy, or "

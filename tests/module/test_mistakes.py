@@ -318,6 +318,37 @@ def test_a_converted_model_is_an_error_of_one_class() -> None:
     assert type(error(lambda: converted(lambda m: m, torch.optim.AdamW))) is type(error(lambda: converted(ORTModule)))
 
 
+class Sparse(nn.Module):
+    """A matrix of torch.sparse times a layer's result; held: the same, as a buffer or an attribute."""
+
+    def __init__(self, held: Tensor | None = None, buffer: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        if buffer:
+            self.register_buffer("held", held)
+        else:
+            self.held = held
+
+    def forward(self, x: Tensor, by: Tensor | None = None) -> Tensor:
+        by = self.held if by is None else by
+        assert by is not None
+        return by @ self.a(x)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("where", ["an argument", "a buffer", "an attribute"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_tensor_is_named(where: str, layout: torch.layout) -> None:
+    by = torch.eye(3).to_sparse(layout=layout)
+    model = ORTModule(Sparse() if where == "an argument" else Sparse(by, where == "a buffer"))
+    for rows in (1, 2):
+        x = torch.randn(3, 4) * rows
+        y = model(x, by) if where == "an argument" else model(x)
+        torch.testing.assert_close(y, model.a(x))
+    (entry,) = model.report().eager
+    assert entry.calls == 2 and entry.reason == "a sparse tensor (of torch.sparse), which the engine does not have"
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_the_error_says_what_to_do(name: str) -> None:
     do, kind, text = OURS[name]
