@@ -383,10 +383,15 @@ def _inside(name: str, keep: Collection[str]) -> bool:
 
 
 def _alike(root: nn.Module, name: str) -> set[str]:
-    """Submodules of the same class as this one. Where two of them could not be captured for the same reason, at the
-    same line, nobody should try the others one by one."""
-    kind = type(root.get_submodule(name))
-    return {fqn for fqn, m in root.named_modules() if type(m) is kind}
+    """Submodules of the same class as this one, with hooks or without as this one is. Where two of them could not be
+    captured for the same reason, at the same line, nobody should try the others one by one."""
+    module = root.get_submodule(name)
+    kind, hooks = type(module), _hooked(module)
+    return {fqn for fqn, m in root.named_modules() if type(m) is kind and _hooked(m) == hooks}
+
+
+def _hooked(m: nn.Module) -> bool:
+    return any((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks))
 
 
 def _outermost(names: set[str]) -> set[str]:

@@ -522,6 +522,18 @@ def test_hooks_that_make_weights() -> None:
     check(install, make=Seq)
 
 
+def test_layers_beside_such_hooks_stay_in_the_engine() -> None:
+    """Two that cannot be captured speak for the others of their class that have hooks, not for those that have none."""
+    def install(model: Any, log: Log) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for i in (0, 1, 3):
+                nn.utils.weight_norm(model.layers[i])
+
+    ours = check(install, make=lambda: Seq(*(nn.Linear(n, m) for n, m in ((5, 6), (6, 6), (6, 6), (6, 6), (6, 3)))))
+    assert {h.name for h in ours.report().host} == {"layers.0", "layers.1", "layers.3"}
+
+
 def test_old_backward_hooks() -> None:
     def install(model: Any, log: Log) -> None:
         model.layers[1].register_backward_hook(lambda m, gi, go: log.append([list(gi), list(go)]))
