@@ -74,6 +74,8 @@ class Functionalizer:
         # Under a capture-wide no_grad nothing needs a gradient: then regions make no difference.
         self.grad = True
         self.grad_matters = exported.grad_mode
+        self.enabled = False  # gradients, within a call that computes none
+        self.trained: set[int] = set()  # storages of inputs that require or may require a gradient, in such a call
         self.autocast = exported.autocast
         self.fake_mode: Any = None
         self.held: list[tuple[Source, Base]] = []
@@ -331,6 +333,8 @@ class Functionalizer:
                 env[node] = val
                 continue
             self.fake_mode = self.fake_mode or getattr(val, "fake_mode", None)
+            if not self.grad_matters and is_float(val) and (source.tensor is None or source.tensor.requires_grad):
+                self.trained.add(private.storage_of(val))
             if source.tensor is not None and id(source.tensor) in same:
                 env[node] = same[id(source.tensor)]
                 continue
@@ -363,6 +367,8 @@ class Functionalizer:
     def call(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         target: Any = node.target
         val = node.meta.get("val")
+        if self.enabled:
+            self.ungraded(node)
         if isinstance(target, private.HigherOrderOperator):
             name = getattr(target, "_name", target)
             raise self.fail(
@@ -414,9 +420,17 @@ class Functionalizer:
             del self.checkpoints[self.checkpoints.index(number):]
 
     def set_grad(self, enabled: bool) -> None:
-        if enabled and not self.grad_matters:
-            raise CaptureError("forward enables gradients within a call that computes none", "", *self.src[1:])
+        self.enabled = enabled and not self.grad_matters
         self.grad = enabled or not self.grad_matters
+
+    def ungraded(self, node: fx.Node) -> None:
+        """Where gradients are enabled within a call that computes none, nothing may require one. (torch.distributions
+        enables them for what it computes at its first use.)"""
+        vals = [of.meta.get("val") for of in node.all_input_nodes]
+        if node.target in (HOST, CUT) or any(
+            private.storage_of(t) in self.trained for t in vals if isinstance(t, Tensor) and t.layout is torch.strided
+        ):
+            raise CaptureError("forward enables gradients within a call that computes none", "", *self.src[1:])
 
     def operation(self, node: fx.Node, target: Any, val: Any, env: dict[fx.Node, Any]) -> None:
         name = name_of(target)

@@ -166,3 +166,72 @@ def test_a_conversion_to_what_it_is_already(way: str, of: str) -> None:
         if a is not None:
             assert a.requires_grad is b.requires_grad
             torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+class Policy(nn.Module):
+    """torch.distributions enables gradients for what it computes at its first use (probabilities of logits)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        of = torch.distributions.Categorical(logits=self.layer(x), validate_args=False)
+        action = of.sample()
+        return action, of.log_prob(action), of.entropy()
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_gradients_enabled_for_what_requires_none(around: Callable[[], Any]) -> None:
+    """In a call that computes none: a policy that acts."""
+    eager = Policy()
+    ours = ORTModule(copy.deepcopy(eager), strict=True)
+    for rows in (2, 3, 4):
+        x = torch.randn(rows, 5)
+        got = []
+        for m in (eager, ours):
+            torch.manual_seed(rows)
+            with around():
+                got.append(m(x))
+        for a, b in zip(*got, strict=True):
+            assert not b.requires_grad and a.is_inference() is b.is_inference()
+            torch.testing.assert_close(b, a)
+    assert ours.report().graphs and not ours.report().eager
+
+
+class Enabled(nn.Module):
+    """`used`, of layer's result, the weight, what a conversion returns of it, a view of it, and the argument."""
+
+    def __init__(self, used: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.used = used
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, w = self.layer(x), self.layer.weight
+        more = w.to(w.dtype), w.view(-1), x.contiguous()
+        with torch.enable_grad():
+            return y, self.used(y, w, *more)
+
+
+USED: dict[str, Callable[..., Tensor]] = {
+    "weight": lambda y, w, itself, view, x: y @ w,
+    "itself": lambda y, w, itself, view, x: y @ itself,
+    "view": lambda y, w, itself, view, x: y * view.sum(),
+    "argument": lambda y, w, itself, view, x: y * x,
+    "nothing": lambda y, w, itself, view, x: (y * 2).mul_(y),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_gradients_enabled_in_a_call_that_computes_none(name: str) -> None:
+    eager = Enabled(USED[name])
+    ours = ORTModule(copy.deepcopy(eager))
+    for rows in (2, 3, 4):
+        x = torch.randn(rows, 5, requires_grad=True)
+        with torch.no_grad():
+            got = eager(x), ours(x)
+        for a, b in zip(*got, strict=True):
+            assert a.requires_grad is b.requires_grad
+            torch.testing.assert_close(b, a)
+    assert bool(ours.report().graphs) == (name == "nothing")
