@@ -103,7 +103,11 @@ CU_MMA     := attention_mma attention_mma_grad attention_f32 attention_f32_grad
 CU_NEW     := $(CU_MMA) strip strip64 norm rows loss
 ARCHS_OLD  := $(filter 70 72 75,$(CUDA_ARCHS))
 ARCHS_NEW  := $(filter-out $(ARCHS_OLD),$(CUDA_ARCHS))
+# a third one for sm_120 where what ptxas makes for it of sm_80's spills registers
+CU_120     := attention_mma_grad
 gencode     = $(if $1,-gencode 'arch=compute_$(firstword $1)$(COMMA)code=[$(subst $(SPACE),$(COMMA),$(1:%=sm_%))]')
+gencodes    = $(if $(filter $1,$(CU_120)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(filter-out 120,$(ARCHS_NEW))) $(call gencode,$(filter 120,$(ARCHS_NEW))),$(if \
+	$(filter $1,$(CU_NEW)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))))
 CUH        := kernel element scalar params strip_body attention_body optim optim_four optim_lamb
 FATBINS    := $(CU:%=$(KB)/cuda/%.fatbin)
 ifeq ($(KB),$(B))
@@ -112,7 +116,7 @@ $(FATBINS): $(KB)/cuda/%.fatbin: csrc/cuda/%.cu $(CUH:%=csrc/cuda/%.h) csrc/opti
 ifeq ($(NVCC),)
 	@echo "no nvcc: building $* without CUDA kernels" && : > $@
 else
-	@$(NVCC) -std=c++17 -fatbin -Icsrc $(if $(filter strip strip64,$*),-fmad=false) -Xptxas -v $(if $(filter $*,$(CU_NEW)),$(call gencode,$(ARCHS_OLD)) $(call gencode,$(ARCHS_NEW)),$(call gencode,$(CUDA_ARCHS))) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
+	@$(NVCC) -std=c++17 -fatbin -Icsrc $(if $(filter strip strip64,$*),-fmad=false) -Xptxas -v $(call gencodes,$*) -o $@ $< > $(@:.fatbin=.ptxas) 2>&1 || { cat $(@:.fatbin=.ptxas); rm -f $@; exit 1; }
 endif
 endif
 $(KB)/cuda/strip.fatbin $(KB)/cuda/strip64.fatbin: csrc/graph/pointwise.def csrc/ops/strip_op.h
