@@ -91,12 +91,13 @@ bool om_gpu_lent_back(om_gpu *g, const void *p, void *stream) {
         memmove(&s->v[i - 1], &s->v[i], (s->n-- - i) * sizeof *s->v);
     }
     if (b.n && !ready) ready = OM_CUDA_LOOK(&quiet, "") == OM_OK;
+    const bool can = ready;
     pthread_mutex_unlock(&lock);
-    bool good = true;
-    if (b.n) {
-        good = ready && om_gpu_enter(&quiet, g) == OM_OK;
+    bool good = !b.n;
+    if (b.n && can && om_gpu_enter(&quiet, g) == OM_OK) {
+        good = true;
         for (int k = 0; k < b.n && good; k++) good = follow(stream, b.stream[k]);
-        if (ready) om_gpu_leave(&quiet, g, OM_OK);
+        om_gpu_leave(&quiet, g, OM_OK);
     }
     free(b.stream);
     return good;

@@ -264,6 +264,81 @@ def test_two_streams_at_once(seed: int) -> None:
     assert child(HEAD + STREAMS, OM_FAKE_SEED=str(seed), **POOL) == "done\n"
 
 
+KEPT_APART = """
+product = '''graph {
+ input x: f32[6, 40]
+ param w: f32[40, 40]
+ h = matmul(x, w)
+ s = softmax(h) {axis=1}
+ y = matmul(s, w)
+ output h
+ output y
+}'''
+cut = []
+def step(model, k):
+    lib.om_cuda_tf32(C.c_bool(k // 2 % 2))
+    x = rand(6, 40, seed=3, dtype=torch.float32)
+    made = model.step([x, rand(40, 40, dtype=torch.float32)], [1, 1], [x, x], seed=1)
+    cut.append(made.outputs[0])
+    return made
+assert compare(product, step, 12) >= 8
+assert not torch.equal(cut[0], cut[2]) and torch.equal(cut[0], cut[4])
+lib.om_cuda_tf32(C.c_bool(False))
+written = '''graph {
+ input x: f64[9]
+ buffer s: f64[9]
+ a = sin(x)
+ b = softmax(a) {axis=0}
+ c = tanh(b)
+ d = softmax(c) {axis=0}
+ n = add(s, d)
+ output d
+ write n -> s
+}'''
+def step(model, k):
+    return model.step([rand(9, seed=k), rand(9)], seed=1, write=k // 2 % 2 == 0)
+assert compare(written, step, 12) >= 6
+print("done")
+"""
+
+
+def test_settings_are_part_of_the_key() -> None:
+    """Whether products cut operands to TF32, whether write-backs are left out: what was recorded otherwise is not launched."""
+    assert child(HEAD + KEPT_APART, **POOL) == "done\n"
+
+
+LAST = STREAMS[: STREAMS.index("model = ")] + """
+own = streams[0]
+model = steps.Model.text(steps.cx("cuda-fake"), text)
+lib.om_cuda_stream(own)
+held = steps.Memory(model.cx)
+w = held.give(rand(40))
+for turn in range(5):  # the last ones are under way when the plan goes
+    mem = steps.Memory(model.cx)
+    x = rand(40, seed=turn)
+    out = forward(model, mem, x, w)
+    if turn < 4:
+        mem.fetch(out)
+        mem.put()
+assert counted(PLAYED) >= 3 and fake.count(fake.QUEUED) > 0
+lib.om_cuda_stream(None)
+model.free()
+assert fake.gpu.cuCtxPushCurrent_v2(None) == 0 and fake.gpu.cuStreamSynchronize(None) == 0
+fake.gpu.cuCtxPopCurrent_v2(C.byref(C.c_void_p()))
+lib.om_cuda_stream(own)
+assert torch.allclose(mem.fetch(out), torch.softmax(torch.softmax(torch.sin(x), 0) * rand(40), 0) - x, atol=1e-12)
+mem.put()
+held.put()
+sane()
+print("done")
+"""
+
+
+def test_what_a_graph_holds_goes_behind_its_launches() -> None:
+    """On the stream of the graph, whatever stream the thread that frees the plan is on."""
+    assert child(HEAD + LAST, **POOL) == "done\n"
+
+
 CHANGING = """
 text = "graph {\\n param x: f64[30]\\n a = sin(x)\\n b = softmax(a) {axis=0}\\n c = tanh(b)\\n d = softmax(c) {axis=0}\\n output d\\n}"
 def step(model, k):

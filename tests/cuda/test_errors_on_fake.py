@@ -225,6 +225,12 @@ lent_block_goes("", 0)
 for entry, codes in {entries}.items():
     for code in codes:
         lent_block_goes(entry, code)
+mem = steps.Memory(ctx)  # where the context cannot be made current the block stays, and the caller's context as well
+t = mem.give(torch.ones(300))
+assert lib.om_cuda_record_stream(0, C.c_void_p(t.data), other) == 1
+fake.fail("cuCtxPushCurrent_v2", 1, 1)
+mem.put()
+assert gpu.fake_gpu_depth() == 1 and fake.count(fake.BLOCKS) == blocks + 1 and fake.count(fake.FAILURES) == 0, fake.message()
 print("done")
 """
 
