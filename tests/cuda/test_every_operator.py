@@ -1,5 +1,6 @@
 """Every operator of the engine on the fake GPU: in a kernel (cuda.def), or by the CPU's row between copies, named by
-om_cuda_host_op; the numbers are those of a step planned for the CPU.
+om_cuda_host_op; the numbers are those of a step planned for the CPU, and the bits are the same when threads and blocks
+take turns in another order.
 
 The list of operators is the engine's own (graph/ops.def, pointwise.def). One that is in no case here fails the first
 test; one that is neither lowered nor named in ON_THE_CPU, or both, fails the others."""
@@ -83,7 +84,7 @@ SIMPLE = [
 ]  # fmt: skip
 
 HEAD = """
-import torch, engine, re
+import os, torch, engine, re
 from cuda import fake
 from device import steps
 TYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -115,6 +116,11 @@ def both(text, ins, near):
             reason = e
             continue
         got = step("cuda-fake", text, ins, back)
+        fake.seed(int(os.environ["OM_FAKE_SEED"]) + 5)
+        again = step("cuda-fake", text, ins, back)
+        fake.seed(int(os.environ["OM_FAKE_SEED"]))
+        assert all(map(steps.same, got[0], again[0])) and (got[1] or {}).keys() == (again[1] or {}).keys(), text
+        assert all(steps.same(t, again[1][i]) for i, t in (got[1] or {}).items()), text
         break
     if want is None:
         refused.append(str(reason))

@@ -40,6 +40,7 @@ CASES = [  # graph, sizes, the same in torch, calls of the library
     (" t = permute(x1) {perm=[1, 0]}\\n y = matmul(x0, t, x2)", [(5, 7), (3, 7), (3,)], lambda a, b, c: a @ b.T + c, 1),
     (" t = permute(x0) {perm=[1, 0]}\\n u = permute(x1) {perm=[1, 0]}\\n y = matmul(t, u)", [(7, 5), (3, 7)], lambda a, b: a.T @ b.T, 1),
     (" t = slice(x0) {axis=1, start=3, end=10, step=1}\\n y = matmul(t, x1)", [(5, 16), (7, 3)], lambda a, b: a[:, 3:10] @ b, 1),  # rows apart, odd address
+    (" t = slice(x0) {axis=1, start=3, end=11, step=1}\\n y = matmul(t, x1)", [(8, 16), (8, 8)], lambda a, b: a[:, 3:11] @ b, 1),  # an odd address alone
     (" t = slice(x0) {axis=1, start=0, end=14, step=2}\\n y = matmul(t, x1)", [(5, 16), (7, 3)], lambda a, b: a[:, 0:14:2] @ b, 0),  # neither rows nor columns
     (" t = flip(x0) {axes=[1]}\\n y = matmul(t, x1)", [(5, 7), (7, 3)], lambda a, b: a.flip(1) @ b, 0),
     (" t = expand(x0) {shape=[5, 7]}\\n y = matmul(t, x1)", [(1, 7), (7, 3)], lambda a, b: a.expand(5, 7) @ b, 0),  # rows at one place
