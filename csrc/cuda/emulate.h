@@ -7,17 +7,19 @@
  * asynchronous copies come as early or as late as they may.
  * Fibers take turns in an order drawn from emu_seed, blocks as well; with an odd seed warps run as far ahead of each
  * other as barriers of the block let them: a result that depends on the order differs between seeds. Shared memory is
- * 0xff before each block and ends where the launch said. Global memory is reached by ld and st of kernel.h, which
- * emu_touch holds to the ranges the launch declared.
+ * 0xff before each block and ends where the launch said, in front of pages that nobody may touch. Global memory is
+ * reached by ld and st of kernel.h, which emu_touch holds to the ranges the launch declared.
  */
 #ifndef OM_CUDA_EMULATE_H
 #define OM_CUDA_EMULATE_H
 
 #include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #define OM_EMULATED 1
@@ -30,7 +32,7 @@
 struct emu_dim { unsigned x, y, z; };
 static emu_dim threadIdx, blockIdx, blockDim, gridDim;
 
-enum { EMU_STACK = 48 << 10, EMU_THREADS = 1024, EMU_SHARED = 228 << 10, EMU_RANGES = 160 };
+enum { EMU_STACK = 48 << 10, EMU_THREADS = 1024, EMU_SHARED = 256 << 10, EMU_FENCE = 1 << 20, EMU_RANGES = 160 };
 struct emu_range { const char *lo, *hi; int mode; }; /* 1 read, 2 write */
 static struct {
     emu_range range[EMU_RANGES];
@@ -41,8 +43,8 @@ static struct {
 } emu;
 static uint64_t emu_seed;
 static long emu_touches; /* loads and stores of global memory */
-alignas(64) static char emu_shared[EMU_SHARED];
-static size_t emu_shared_size; /* the launch's */
+static char *emu_shared, *emu_shared_fence; /* of EMU_FENCE bytes */
+static size_t emu_shared_size;              /* the launch's */
 static jmp_buf emu_main, emu_fiber[EMU_THREADS];
 static char *emu_stack[EMU_THREADS];
 static unsigned emu_fibers;
@@ -55,6 +57,22 @@ static void emu_fail(const char *what, const void *p, size_t size) {
         snprintf(emu.message, sizeof emu.message, "%s: thread %u of block (%u, %u, %u) %s (%p, %zu bytes)", emu.name,
                  threadIdx.x, blockIdx.x, blockIdx.y, blockIdx.z, what, p, size);
     _longjmp(emu_main, 2);
+}
+
+static struct sigaction emu_otherwise;
+static void emu_fault(int, siginfo_t *info, void *) {
+    const char *at = (const char *)info->si_addr;
+    if (at >= emu_shared_fence && at < emu_shared_fence + EMU_FENCE) emu_fail("reaches past its shared memory", at, 0);
+    sigaction(SIGSEGV, &emu_otherwise, NULL); /* it happens again, as if this had not been here */
+}
+
+static bool emu_shared_make(void) {
+    struct sigaction own = {};
+    own.sa_sigaction = emu_fault, own.sa_flags = SA_SIGINFO | SA_NODEFER; /* it does not come back */
+    void *all = mmap(NULL, EMU_SHARED + EMU_FENCE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED || mprotect((char *)all + EMU_SHARED, EMU_FENCE, PROT_NONE)) return false;
+    emu_shared_fence = (char *)all + EMU_SHARED;
+    return !sigaction(SIGSEGV, &own, &emu_otherwise);
 }
 
 static inline void emu_touch(const void *p, size_t size, int write) {
@@ -248,8 +266,8 @@ static bool emu_round(const unsigned *order, unsigned n, unsigned *left) {
 
 /* Threads take turns; with an odd seed a warp goes on alone until all of it waits for the block. */
 static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
-    memset(emu_shared, 0xff, emu_shared_size = shared);
-    memset(emu_shared + shared, 0x5a, 64);
+    memset(emu_shared, 0xff, shared);
+    memset(emu_shared + shared, 0x5a, (size_t)(emu_shared_fence - emu_shared) - shared);
     memset(emu_done, 0, threads);
     for (unsigned t = 0; t < threads; t++) emu_copies[t].n = emu_copies[t].group = 0;
     emu_block_barrier = emu_barrier();
@@ -279,8 +297,8 @@ static bool emu_block(unsigned threads, const unsigned *order, size_t shared) {
             return false;
         }
     }
-    for (int i = 0; i < 64; i++)
-        if ((uint8_t)emu_shared[shared + i] != 0x5a) {
+    for (const char *p = emu_shared + shared; p < emu_shared_fence; p++)
+        if ((uint8_t)*p != 0x5a) {
             snprintf(emu.message, sizeof emu.message, "%s: wrote past its %zu bytes of shared memory", emu.name,
                      shared);
             return false;
@@ -309,9 +327,12 @@ static bool emu_launch(const char *name, void (*call)(const void *), const void 
     static unsigned order[EMU_THREADS];
     emu.name = name, emu.message[0] = 0, emu.last = 0;
     emu_copy_turn = emu_seed;
-    if (threads > EMU_THREADS || !threads || shared + 64 > EMU_SHARED || threads % 32)
+    if (threads > EMU_THREADS || !threads || shared > EMU_SHARED || threads % 32)
         return snprintf(emu.message, sizeof emu.message, "%s: %u threads, %zu bytes of shared memory", name, threads,
                         shared), false;
+    if (!emu_shared_fence && !emu_shared_make()) return snprintf(emu.message, sizeof emu.message, "mmap failed"), false;
+    emu_shared = emu_shared_fence - (shared + 15) / 16 * 16; /* aligned as SHARED says, to no more */
+    emu_shared_size = shared;
     for (; emu_fibers < threads; emu_fibers++) emu_make(emu_fibers);
     uint64_t s = emu_seed;
     for (unsigned t = 0; t < threads; t++) {

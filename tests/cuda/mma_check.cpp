@@ -1,13 +1,16 @@
 /* mma_check.cpp - the emulation of tensor cores by itself (csrc/cuda/emulate.h, mma.h): fragments laid out element by
  * element by the formulas of the PTX manual ("Matrix Fragments for mma.m16n8k16 with floating point type"), and those
  * that ldmatrix loads, give the plain product; copies that come later (cp.async) are there after a wait and a barrier,
- * and what leaves one of these out is noticed. Prints how many numbers were compared.
+ * and what leaves one of these out is noticed; so is what reaches past its shared memory. Prints how many numbers were
+ * compared.
  *
  *     mma_check seed
  */
 #include "cuda/emulate.h"
 
 #include "cuda/mma.h"
+
+#include <initializer_list>
 
 struct job { const uint16_t *a, *b, *b_turned; float *c; int how; }; /* a 16 x 16, b 16 x 8 of two; c 16 x 16 */
 enum { BY_ELEMENT, BY_LDMATRIX, BY_LDMATRIX_TURNED, ONE_LANE_MISSING, NOT_ALIGNED, OUTSIDE };
@@ -168,9 +171,39 @@ static int compare_copies(uint64_t seed) {
     return n;
 }
 
+/* A thread reaches memory `at` bytes past what the launch gave its block. */
+struct reached { int at; bool write; };
+static void reaching(const void *param) {
+    const reached &j = *(const reached *)param;
+    static volatile char seen;
+    SHARED(shared);
+    volatile char *at = shared + emu_shared_size + j.at;
+    if (threadIdx.x != 40) return;
+    if (j.write) *at = 1;
+    else seen = *at;
+}
+
+static int check_shared(uint64_t seed) {
+    static const unsigned grid[3] = {2, 1, 1};
+    int n = 0;
+    emu_seed = seed;
+    for (size_t size : {0, 16, 40, 4096, 99 << 10})
+        for (int at : {-1, 0, 15, 16, 64, 5000, 1000000})
+            for (bool write : {false, true}) {
+                const reached j = {at, write};
+                const bool inside = at < 0 && size, padding = at >= 0 && size + at < (size + 15) / 16 * 16;
+                if (at < 0 && !size) continue;
+                const bool ok = emu_launch("reaching", reaching, &j, grid, THREADS, size);
+                if (ok != (inside || (padding && !write)) || (!ok && !strstr(emu.message, "past its")))
+                    return fprintf(stderr, "%zu bytes, %d: %d, %s\n", size, at, ok, emu.message), -1;
+                n++;
+            }
+    return n;
+}
+
 int main(int argc, char **argv) {
     const uint64_t seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 0;
-    const int x = compare<bf16>(seed), y = compare<f16>(seed), z = compare_copies(seed);
-    printf("%d %d %d\n", x, y, z);
-    return x < 0 || y < 0 || z < 0;
+    const int x = compare<bf16>(seed), y = compare<f16>(seed), z = compare_copies(seed), r = check_shared(seed);
+    printf("%d %d %d %d\n", x, y, z, r);
+    return x < 0 || y < 0 || z < 0 || r < 0;
 }

@@ -21,9 +21,10 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("seed", [0, 1, 6])
 def test_fragments(checker: str, seed: int) -> None:
-    """Products of fragments are the plain ones, copies are there after wait and barrier; a missing lane, wait or barrier and bad addresses are noticed."""
+    """Products of fragments are the plain ones, copies are there after wait and barrier; a missing lane, wait or barrier and bad addresses are
+    noticed, and what reaches past its block's shared memory."""
     res = subprocess.run([checker, str(seed)], capture_output=True, text=True, check=False)
-    assert res.returncode == 0 and res.stdout.split() == ["15360", "15360", "11520"], (res.stdout, res.stderr)
+    assert res.returncode == 0 and res.stdout.split() == ["15360", "15360", "11520", "68"], (res.stdout, res.stderr)
 
 
 SETUP = """
