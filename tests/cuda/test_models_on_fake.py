@@ -3,7 +3,8 @@ Llama, ViT, GPT-2. In f32 and under bf16 autocast, with and without dropout, thr
 what `make gpu-check` runs on a GPU (tests/gpu/graph_correct.py).
 
 Held to: losses and gradients of eager PyTorch within twice eager's own error (fp64 eager is the truth), under dropout
-those of the CPU engine, whose masks are the same. Nothing may be left to the CPU's rows."""
+those of the CPU engine, whose masks are the same. Nothing may be left to the CPU's rows. With CUDA graphs: the bits of
+seven steps without, under dropout."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ fake.late(False)  # PyTorch reads the CPU tensors that stand for the device's wi
 graph_correct.stand_in()
 for dtype in (torch.float32, torch.bfloat16):
     said = graph_correct.one_model(graph_correct.MODELS["{make}"], dtype, "cpu")
+    assert said.startswith("ok"), (dtype, said)
+    said = graph_correct.graphs_on_and_off("cpu", [(graph_correct.MODELS["{make}"], dtype)])
     assert said.startswith("ok"), (dtype, said)
 launches, _, names, products = _C.cuda_engine_counts()
 assert not names, names

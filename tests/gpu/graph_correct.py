@@ -184,9 +184,9 @@ def same_bits_again(device: str) -> str:
     return "ok"
 
 
-def graphs_on_and_off(device: str) -> str:
+def graphs_on_and_off(device: str, cases: Sequence[tuple[Make, torch.dtype]] = ((gpt2, torch.bfloat16), (bert, torch.float32))) -> str:
     """Steps that are launched as CUDA graphs have the bits of those that are not, with other dropout at every step."""
-    for make, dtype in ((gpt2, torch.bfloat16), (bert, torch.float32)):
+    for make, dtype in cases:
         off = train(make, "cuda", dtype, 0.1, device, steps=7, cuda_graphs=False)
         before = _C.cuda_engine_graph_counts()[1]
         on = train(make, "cuda", dtype, 0.1, device, steps=7)
