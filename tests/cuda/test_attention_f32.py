@@ -48,6 +48,12 @@ for shape in [(3, 2, 1, 71, 131, 16, 8), (3, 2, 1, 71, 131, 8, 68)]:
 done(TILED)
 """
 
+EDGES = """
+for d in (8, 72):
+    edges(F32, d)
+done(TILED)
+"""
+
 DROPOUT = """
 for shape, p in [((2, 2, 2, 71, 131, 8, 8), 0.1), ((1, 4, 2, 67, 128, 8, 16), 0.5), ((1, 1, 1, 35, 193, 128, 128), 0.25), ((1, 2, 1, 37, 96, 80, 8), 0.3), ((1, 2, 2, 7, 70, 5, 3), 1.0)]:
     for causal in (0, 1):
@@ -94,7 +100,7 @@ done(["attention_f32", "attention_dq_f32", "attention_dkv_f32"])
 """
 
 
-@pytest.mark.parametrize("what,seed", [("SHAPES", 4), ("MASKS", 7), ("DROPOUT", 10)])
+@pytest.mark.parametrize("what,seed", [("SHAPES", 4), ("MASKS", 7), ("EDGES", 9), ("DROPOUT", 10)])
 def test_against_eager(what: str, seed: int) -> None:
     assert child(SETUP + globals()[what], OM_FAKE_SEED=str(seed)) == "done\n"
 

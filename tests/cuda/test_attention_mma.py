@@ -92,6 +92,19 @@ def case(shape, dtype, mask=None, start=None, end=None, frozen=None, scale=None,
         assert most <= 4 * ref_most + unit + 1e-6, (what, shape, most, ref_most)
     return mine
 
+def edges(dtype, d):
+    "What is seen ends, or begins, at a tile's last or first row, before it or behind it."
+    for tk in (63, 64, 65, 79, 127):
+        case((1, 1, 1, 64, tk, d, d), dtype, scale=0.05)
+    for tq in (31, 33, 63, 65):
+        case((1, 1, 1, tq, 64, d, d), dtype, scale=0.05)
+    for offset in (13, 14, 15, 16, 61, 62, 63, 64):
+        case((1, 1, 1, 64, 131, d, d), dtype, scale=0.05, causal=1, offset=offset)
+    for window in (15, 16, 17, 31, 63, 64, 79):
+        case((1, 1, 1, 131, 131, d, d), dtype, scale=0.05, window=window)
+    for start, end in ((0, 63), (0, 64), (0, 65), (0, 127), (1, 131), (17, 131), (63, 131), (64, 131), (65, 131)):
+        case((1, 1, 1, 64, 131, d, d), dtype, scale=0.05, start=[start], end=[end])
+
 def done(want):
     assert fake.host_ops(engine.lib) == [], fake.host_ops(engine.lib)
     assert fake.count(fake.FAILURES) == 0, fake.message()
@@ -143,6 +156,12 @@ for dtype in (BF, HF):
 done(MMA[:2] + MMA[2:6])
 """
 
+EDGES = """
+for d in (8, 72):
+    edges(HF, d)
+done([k for k in MMA if k.endswith("f16") and "bf16" not in k])
+"""
+
 DROPOUT = """
 for dtype in (BF, HF):
     # the last: so long beside its heads that dq leaves no bits for dkv
@@ -165,7 +184,7 @@ done(MMA[:1])
 """
 
 
-@pytest.mark.parametrize("what,seed", [("SHAPES", 4), ("MASKS", 7), ("DROPOUT", 10)])
+@pytest.mark.parametrize("what,seed", [("SHAPES", 4), ("MASKS", 7), ("EDGES", 9), ("DROPOUT", 10)])
 def test_against_eager(what: str, seed: int) -> None:
     assert child(SETUP + globals()[what], OM_FAKE_SEED=str(seed)) == "done\n"
 
