@@ -91,6 +91,11 @@ def test_only_python_knows_python() -> None:
     assert not wrong
 
 
+def test_files_of_kernels_are_short() -> None:
+    long = {str(p.relative_to(CSRC)): n for p in SOURCES if p.suffix == ".cu" and (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
 def test_lines_have_at_most_120_columns() -> None:
     files = [
         *SOURCES,
