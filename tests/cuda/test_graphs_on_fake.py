@@ -82,6 +82,38 @@ def test_what_has_no_kernel_is_the_cpus_and_named() -> None:
     assert child(HOST) == "done\n"
 
 
+TRAINS = """
+import torch, graph_correct
+from cuda import fake
+from ortmodule import ORTModule
+fake.late(False)
+graph_correct.stand_in()
+class Largest(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(40000, generator=torch.Generator().manual_seed(0)))
+    def forward(self, x):
+        return (self.w * x).topk(20000).values.tanh()
+ours, eager = Largest(), Largest()
+run = ORTModule(ours, strict=True)
+for k in range(3):
+    for net, call in ((ours, run), (eager, eager)):
+        call(torch.tensor(1.0 + k)).sum().backward()
+        with torch.no_grad():
+            net.w -= 0.1 * net.w.grad
+        net.w.grad = None
+assert torch.allclose(ours.w, eager.w, atol=1e-6)
+report = run.report()
+assert report.on_cpu == ["topk"] and "on the CPU for the GPU: topk" in str(report) and not report.eager, str(report)
+assert fake.count(fake.FAILURES) == 0, fake.message()
+print("done")
+"""
+
+
+def test_a_model_with_such_an_operator_trains_and_its_report_says_so() -> None:
+    assert child(TRAINS).endswith("done\n")
+
+
 FAULT = """
 import torch, engine
 from cuda import fake
