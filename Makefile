@@ -381,9 +381,9 @@ gpu-wheel: $(STAMP)   ## build the abi3 wheel with the CUDA kernels into dist/ (
 	@rm -f dist/ortmodule-*.whl && $(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@size=$$(stat -c %s dist/ortmodule-*.whl); echo "$$(ls dist/ortmodule-*.whl): $$((size / 1024)) KiB"; test $$size -le $$((64 << 20))
 
-gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="graph-correct graph-ops ...", WHEEL=dist/x.whl and build/libom.so instead of building)
+gpu-check:   ## every CUDA check and benchmark on this machine's GPU (PARTS="graph-correct graph-ops ...", WHEEL=dist/x.whl and build/libom.so instead of building; RESUME=1 goes on)
 	@$(if $(WHEEL),:,$(MAKE) --no-print-directory gpu-wheel lib)
-	@$(or $(wildcard $(PY)),python3) tests/gpu/run.py --wheel $(or $(WHEEL),dist/ortmodule-*.whl) $(PARTS:%=--part %)
+	@$(or $(wildcard $(PY)),python3) tests/gpu/run.py --wheel $(or $(WHEEL),dist/ortmodule-*.whl) $(PARTS:%=--part %) $(if $(RESUME),--resume)
 
 lint: venv   ## ruff and mypy
 	$(VENV)/bin/ruff check ortmodule optim tests examples setup.py

@@ -65,6 +65,13 @@ def test_the_optimizers_parts(gpu, small, monkeypatch, tmp_path, capsys):
     bench = list(csv.DictReader(open(tmp_path / "optim-bench.csv")))
     assert {r["list"] for r in bench} == {"gpt2", "bert-large", "3000 small", "1 M each", "2 M each", "4 M each", "8 M each", "31 M each"}
     assert all(float(r["ms"]) > 0 for r in bench) and said.count("target") == 3 and "optim-correct: " in said
+    with fake_torch.install(gpu, monkeypatch):
+        ran = []
+        monkeypatch.setattr(run, "run_part", lambda part, *_: ran.append(part) or [])
+        (tmp_path / "optim-bench.json").unlink()
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--resume"])
+        assert run.main() == status and ran == ["optim-bench"]
+    assert f"optim-correct: {len(checks)} rows, {len(failed)} failed, from " in capsys.readouterr().out
 
 
 GRAPH = """

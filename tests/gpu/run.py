@@ -2,13 +2,13 @@
 network, no pip).
 
     python tests/gpu/run.py [--wheel dist/ortmodule-0.1.0-cp310-abi3-linux_x86_64.whl] [--part PART]... [--model NAME]...
-    [--arm ARM]... [--dtype DTYPE]... [--check TEXT]... [--out DIR]
+    [--arm ARM]... [--dtype DTYPE]... [--check TEXT]... [--out DIR] [--resume]
 
 graph-ops: every row of tests/ops through lowered plans (build/libom.so of `make lib`, pytest). graph-correct: models and
 what surrounds them. graph-train: more models, trainings, DDP and the trainers. graph-modules, when asked for: tests/module with what it
 makes on the GPU (pytest); tests that hand PyTorch an index out of range end their process there. graph-bench: whole steps beside eager and torch.compile (--model, --arm, --dtype: some of them). optim-correct,
 optim-bench: the optimizers. Each part but graph-bench of all models takes less than ten minutes. A table goes to the screen; DIR (default $OUT, else build/gpu) gets PART.json and
-PART.csv. The exit status is 0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run
+PART.csv; with --resume the parts that it has of an earlier run are read there and not run again. The exit status is 0 when every check of the parts passed, 1 when one failed, 2 when there is nothing to run
 on. Benchmarks that miss a target are marked, not failed.
 """
 
@@ -122,6 +122,7 @@ def main() -> int:
     for name, help in (("model", "a model"), ("arm", "eager, compile, ortmodule"), ("dtype", "bf16, f32 (with TF32), f32-ieee (without)")):
         parser.add_argument(f"--{name}", action="append", help=f"of graph-bench, may be repeated: {help}")
     parser.add_argument("--check", action="append", default=[], help="of graph-correct and graph-train: those whose name has this text, may be repeated")
+    parser.add_argument("--resume", action="store_true", help="parts that --out has are not run again")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE.parents[1] / "build" / "gpu")))
     args = parser.parse_args()
     if args.wheel:
@@ -135,14 +136,16 @@ def main() -> int:
     bench = {k: v for k, v in chosen.items() if v}
     failed = 0
     for part in args.part or PARTS:
-        start = time.perf_counter()
-        rows = run_part(part, bench, args.check)
+        start, table = time.perf_counter(), args.out / f"{part}.json"
+        had = args.resume and table.is_file()
+        rows = json.loads(table.read_text())["rows"] if had else run_part(part, bench, args.check)
         bad = [r for r in rows if not r.get("ok", True)]
         for r in bad:
             print(f"FAILED {r['check']}: {r['detail']}")
         failed += len(bad)
-        print(f"{part}: {len(rows)} rows, {len(bad)} failed, {time.perf_counter() - start:.0f} s")
-        write(args.out, part, about, rows)
+        print(f"{part}: {len(rows)} rows, {len(bad)} failed, " + (f"from {table}" if had else f"{time.perf_counter() - start:.0f} s"))
+        if not had:
+            write(args.out, part, about, rows)
     return 1 if failed else 0
 
 
