@@ -46,15 +46,6 @@ EXPORT(OM_GPU_SELECT_THREADS) om_k_select_place(PARAM(struct om_gpu_select) p) {
     }
 }
 
-FN void counted_put(const om_gpu_counted &p, int64_t i, int64_t x) {
-    switch (p.size) {
-    case 1: st((uint8_t *)p.y + i, (uint8_t)x); break;
-    case 2: st((uint16_t *)p.y + i, (uint16_t)x); break;
-    case 4: st((uint32_t *)p.y + i, (uint32_t)x); break;
-    default: st((uint64_t *)p.y + i, (uint64_t)x);
-    }
-}
-
 EXPORT(256) om_k_counted(PARAM(struct om_gpu_counted) p) {
     const int64_t most = p.what == OM_GPU_COMPRESS ? p.limit : p.n;
     int64_t count = ld(p.count);
@@ -70,6 +61,6 @@ EXPORT(256) om_k_counted(PARAM(struct om_gpu_counted) p) {
             if (!there && !c) fault_note(p.fault, (uint32_t)p.site, 1, at, r, limit);
         }
         if (there) move_one(p.x, from, p.y, to, p.size);
-        else if (p.what != OM_GPU_RESTORE) counted_put(p, i, p.past);
+        else if (p.what != OM_GPU_RESTORE) put_one(p.y, i, (uint64_t)p.past, p.size);
     }
 }

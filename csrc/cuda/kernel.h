@@ -91,6 +91,16 @@ FN void move_one(const char *src, int64_t s, char *dst, int64_t d, int size) {
     }
 }
 
+/* The low bytes of x. */
+FN void put_one(char *dst, int64_t d, uint64_t x, int size) {
+    switch (size) {
+    case 1: st((uint8_t *)dst + d, (uint8_t)x); break;
+    case 2: st((uint16_t *)dst + d, (uint16_t)x); break;
+    case 4: st((uint32_t *)dst + d, (uint32_t)x); break;
+    default: st((uint64_t *)dst + d, x);
+    }
+}
+
 /* Any float dtype, told at run time. */
 FN double float_at(const char *p, int dtype, int64_t i) {
     switch (dtype) {

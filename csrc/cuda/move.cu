@@ -1,16 +1,6 @@
 /* move.cu - elements moved as they are or from one float dtype to another, and made from nothing. */
 #include "cuda/kernel.h"
 
-/* the low bytes of x */
-FN void put_one(char *dst, int64_t d, uint64_t x, int size) {
-    switch (size) {
-    case 1: st((uint8_t *)dst + d, (uint8_t)x); break;
-    case 2: st((uint16_t *)dst + d, (uint16_t)x); break;
-    case 4: st((uint32_t *)dst + d, (uint32_t)x); break;
-    default: st((uint64_t *)dst + d, x);
-    }
-}
-
 /* Four units a thread, read before the first is written; of units that 32 bits count. */
 template <class T> FN void copy_units(const om_gpu_copy &p) {
     enum { AT_ONCE = 4 };
