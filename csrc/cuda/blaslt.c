@@ -8,7 +8,7 @@
 
 /* Room for the library's descriptors in words, more than any version asks for (13.1: 14, 32 and 12); it is told how
  * much there is. */
-enum { LAYOUT_WORDS = 32, DESC_WORDS = 64, WISH_WORDS = 32, MAX_DEVICES = 16 };
+enum { LAYOUT_WORDS = 32, DESC_WORDS = 64, WISH_WORDS = 32 };
 enum { ALIGNED = 16 }; /* bytes: what vector loads want of every address */
 
 #define X(field, name, params) om_lt_result (*field) params;
@@ -27,7 +27,7 @@ struct om_lt_product {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool looked, present;
-static void *handles[MAX_DEVICES];
+static void *handles[OM_GPUS];
 static entry *known; /* a hash table; n_known of 1 << log_known places are taken, those with m > 0 */
 static int64_t n_known;
 static int log_known;

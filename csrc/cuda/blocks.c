@@ -4,15 +4,15 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { MAX_DEVICES = 16, OLD = 4096 /* requests */ };
+enum { OLD = 4096 /* requests */ };
 
 typedef struct kept { uintptr_t stream, size, at; uint64_t since; } kept;
 /* kept blocks by stream, size, address; bytes that are kept, in use, and the most that ever were in use */
 typedef struct store { kept *v; size_t n, cap; uint64_t clock; size_t idle, used, most; } store;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static store stores[MAX_DEVICES];
-static om_gpu *gpus[MAX_DEVICES];
+static store stores[OM_GPUS];
+static om_gpu *gpus[OM_GPUS];
 static bool keeps = true;
 
 static bool below(const kept *a, uintptr_t stream, uintptr_t size, uintptr_t at) {
@@ -104,7 +104,7 @@ void om_gpu_block_put(om_gpu *g, void *p, size_t size, void *stream) {
 }
 
 static void empty(void) {
-    for (int i = 0; i < MAX_DEVICES; i++)
+    for (int i = 0; i < OM_GPUS; i++)
         if (stores[i].n) forget_all(gpus[i], &stores[i]);
 }
 

@@ -3,13 +3,11 @@
 
 #include <pthread.h>
 
-enum { MAX_DEVICES = 16 };
-
 OM_CUDA_ENTRIES(OM_CUDA_CAPTURE_API)
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* held while a graph is recorded */
 static bool api_ready;
-static om_cu_stream streams[MAX_DEVICES]; /* recorded on; NULL: none yet, or the last one cannot be trusted */
+static om_cu_stream streams[OM_GPUS]; /* recorded on; NULL: none yet, or the last one cannot be trusted */
 
 static om_status api_open(om_ctx *cx) {
     if (api_ready) return OM_OK;

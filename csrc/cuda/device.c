@@ -18,9 +18,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { MAX_DEVICES = 16 };
-static om_device devices[MAX_DEVICES]; /* by ordinal */
-static om_gpu *gpus[MAX_DEVICES];
+static om_device devices[OM_GPUS]; /* by ordinal */
+static om_gpu *gpus[OM_GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic bool host_ops[OM_N_OPS];
 static atomic_long counts[4]; /* calls of the CPU's, launches, products by the library, convolutions by torch */
@@ -68,7 +67,7 @@ static void cuda_put(om_block *b) {
  * was told may be behind it and queues none. ----------------------------------------------------------------------- */
 
 static pthread_rwlock_t telling = PTHREAD_RWLOCK_INITIALIZER; /* shared while write-backs are queued */
-static long told[MAX_DEVICES]; /* faults so far */
+static long told[OM_GPUS]; /* faults so far */
 
 /* The context is current. */
 static om_status fault_look(om_ctx *cx, om_gpu *g) {
@@ -336,30 +335,36 @@ om_status om_cuda_use(om_ctx *cx, int ordinal) {
     om_gpu *g;
     OM_TRY(om_gpu_open(cx, ordinal, &g));
     pthread_mutex_lock(&lock);
-    gpus[ordinal] = g;
-    devices[ordinal] = (om_device){.name = "cuda",
-                                   .rows = om_cuda_rows(),
-                                   .joins_casts = true,
-                                   .strip_fits = om_device_cpu.strip_fits,
-                                   .block_get = cuda_get,
-                                   .block_put = cuda_put,
-                                   .copy = cuda_copy,
-                                   .copy_prepare = cuda_copy_prepare,
-                                   .copy_run = cuda_copy_run,
-                                   .fill = cuda_fill,
-                                   .upload = cuda_upload,
-                                   .download = cuda_download,
-                                   .workers = cuda_workers,
-                                   .begin = cuda_begin,
-                                   .end = cuda_end,
-                                   .run_slice = cuda_slice,
-                                   .plan_end = om_gpu_graphs_free};
+    if (!gpus[ordinal]) { /* once: others may be using it */
+        devices[ordinal] = (om_device){.name = "cuda",
+                                       .rows = om_cuda_rows(),
+                                       .joins_casts = true,
+                                       .strip_fits = om_device_cpu.strip_fits,
+                                       .block_get = cuda_get,
+                                       .block_put = cuda_put,
+                                       .copy = cuda_copy,
+                                       .copy_prepare = cuda_copy_prepare,
+                                       .copy_run = cuda_copy_run,
+                                       .fill = cuda_fill,
+                                       .upload = cuda_upload,
+                                       .download = cuda_download,
+                                       .workers = cuda_workers,
+                                       .begin = cuda_begin,
+                                       .end = cuda_end,
+                                       .run_slice = cuda_slice,
+                                       .plan_end = om_gpu_graphs_free};
+        gpus[ordinal] = g;
+    }
     pthread_mutex_unlock(&lock);
     cx->device = &devices[ordinal];
     return OM_OK;
 }
 
-int om_cuda_ordinal(const om_device *d) { return d >= devices && d < devices + MAX_DEVICES ? (int)(d - devices) : -1; }
+int om_cuda_ordinal(const om_device *d) {
+    for (int i = 0; i < OM_GPUS; i++)
+        if (d == &devices[i]) return i;
+    return -1;
+}
 
 const char *om_cuda_host_op(int nth) {
     for (int i = 0; i < OM_N_OPS; i++)

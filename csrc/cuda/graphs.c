@@ -63,7 +63,15 @@ static char reasons[8][256];
 
 void om_cuda_graphs(bool allowed) { off = !allowed; }
 long om_cuda_graph_count(int what) { return atomic_load(&counts[what]); }
-const char *om_cuda_graph_reason(int nth) { return nth < 8 && reasons[nth][0] ? reasons[nth] : NULL; }
+
+const char *om_cuda_graph_reason(int nth) {
+    static _Thread_local char text[sizeof *reasons];
+    if (nth >= 8) return NULL;
+    pthread_mutex_lock(&lock);
+    memcpy(text, reasons[nth], sizeof text);
+    pthread_mutex_unlock(&lock);
+    return *text ? text : NULL;
+}
 
 /* --- pieces --------------------------------------------------------------------------------------------- */
 

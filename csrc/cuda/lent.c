@@ -6,15 +6,13 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { MAX_DEVICES = 16 };
-
 OM_CUDA_ENTRIES(OM_CUDA_EVENT_API)
 
 typedef struct lent { uintptr_t at; size_t size; int n; void **stream; } lent; /* streams besides its own */
 typedef struct store { lent *v; size_t n, cap; } store;                       /* by address */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static store stores[MAX_DEVICES];
+static store stores[OM_GPUS];
 static bool ready;
 
 /* The first block behind the address. */
@@ -47,7 +45,7 @@ om_status om_gpu_lend(om_ctx *cx, om_gpu *g, const void *p, size_t size) {
 }
 
 int om_cuda_record_stream(int ordinal, const void *p, void *stream) {
-    if (ordinal < 0 || ordinal >= MAX_DEVICES) return 0;
+    if (ordinal < 0 || ordinal >= OM_GPUS) return 0;
     store *s = &stores[ordinal];
     int found = 0;
     pthread_mutex_lock(&lock);

@@ -162,9 +162,8 @@ om_status om_lower_slice_scatter(om_lower *l) {
 om_status om_lower_trilu(om_lower *l) {
     const om_tensor *x = &l->a->in[0];
     const int64_t n = om_numel(x);
-    int64_t blocks = om_gpu_blocks(n, 256);
     if (!om_is_dense(&l->a->out[0])) return om_gpu_host(l);
-    om_gpu_trilu *g = om_gpu_add(l, OM_GPU_trilu, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0, sizeof *g);
+    om_gpu_trilu *g = om_gpu_add(l, OM_GPU_trilu, om_gpu_grid(n, 256), 1, 1, 256, 0, sizeof *g);
     if (!g) return l->cx->status;
     g->total = n, g->rank = x->rank, g->size = (int32_t)om_dtype_size(x->dtype);
     g->k = attr_value(l->a, "k", 0), g->upper = om_args_int(l->a, "upper", 1) != 0;

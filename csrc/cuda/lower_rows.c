@@ -310,7 +310,7 @@ om_status om_lower_cross_entropy_grad(om_lower *l) {
     OM_TRY(loss_of(l, 1, &p));
     if (p.rows > INT32_MAX || !outputs_dense(a)) return om_gpu_host(l);
     om_gpu_loss *g = om_gpu_add(l, OM_GPU_OF(loss_grad, a->in[1].dtype), p.rows, 1, 1, loss_threads(p.rows, p.n),
-                                32 * 8,                                sizeof *g);
+                                32 * 8, sizeof *g);
     if (!g) return l->cx->status;
     *g = p;
     loss_operands(l, 1, g);
@@ -332,9 +332,8 @@ static om_status elements_lower(om_lower *l, int rank, const int64_t *dim, const
     const om_tensor *x = &a->in[0];
     const int axis = (int)om_args_int(a, "axis", 0);
     if (rank > OM_GPU_RANK || !om_is_dense(&a->out[0])) return om_gpu_host(l);
-    const int64_t total = om_numel(&a->out[0]), blocks = om_gpu_blocks(total, 256);
-    om_gpu_elements *g = om_gpu_add(l, OM_GPU_gather_elements, blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0,
-                                    sizeof *g);
+    const int64_t total = om_numel(&a->out[0]);
+    om_gpu_elements *g = om_gpu_add(l, OM_GPU_gather_elements, om_gpu_grid(total, 256), 1, 1, 256, 0, sizeof *g);
     if (!g) return l->cx->status;
     g->total = total, g->rank = rank, g->n = x->rank ? x->dim[axis] : 1, g->step = x->rank ? x->stride[axis] : 0;
     for (int i = 0; i < rank; i++) g->dim[i] = dim[i], g->is[i] = is[i], g->xs[i] = i == axis ? 0 : x->stride[i];

@@ -55,11 +55,9 @@ static om_status strip_lower(om_lower *l, const om_strip_prog *p, const strip_si
     uint32_t unit = UNIT, elem = p->elem_bytes ? p->elem_bytes : 8;
     while (unit > THREADS && unit * elem > SHARED_MOST) unit /= 2;
     const bool large = size > OM_GPU_STRIP_SMALL;
-    int64_t blocks = om_gpu_blocks(total, unit);
-    if (blocks > 1 << 20) blocks = 1 << 20;
     om_gpu_strip *g = om_gpu_add(l, large ? wide ? OM_GPU_strip64_large : OM_GPU_strip_large
                                           : wide ? OM_GPU_strip64 : OM_GPU_strip,
-                                 blocks, 1, 1, THREADS, (size_t)unit * elem,
+                                 om_gpu_grid(total, unit), 1, 1, THREADS, (size_t)unit * elem,
                                  large ? sizeof(om_gpu_strip_large) : sizeof(om_gpu_strip));
     if (!g) return l->cx->status;
     g->total = total, g->n_in = p->n_in, g->n_out = p->n_out, g->n_insn = p->n_insn, g->rank = (uint16_t)rank;

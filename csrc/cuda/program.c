@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_DEVICES = 16, MOST = 1024 /* programs of a device */, PAYS = 1 << 15 /* elements */, PLACES = 4096 };
+enum { MOST = 1024 /* programs of a device */, PAYS = 1 << 15 /* elements */, PLACES = 4096 };
 
 struct om_gpu_program {
     struct om_gpu_program *next;
@@ -23,7 +23,7 @@ struct om_gpu_program {
     char text[];
 };
 
-static struct { om_gpu_program *first, **end; int n; _Atomic int wanted; } tables[MAX_DEVICES];
+static struct { om_gpu_program *first, **end; int n; _Atomic int wanted; } tables[OM_GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of tables, settings, reason */
 static pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int when = OM_PROGRAMS_NEVER;

@@ -11,8 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { MAX_DEVICES = 16 };
-
 OM_CUDA_ENTRIES(OM_CUDA_QUEUE_API)
 
 /* A block that could not be given back: tried again by the next that asks for one. */
@@ -30,7 +28,7 @@ struct om_gpu {
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static om_gpu gpus[MAX_DEVICES];
+static om_gpu gpus[OM_GPUS];
 static _Thread_local om_cu_stream stream_now;
 void (*om_cuda_declare)(const om_gpu_range *r, int n);
 
@@ -99,8 +97,7 @@ static om_status gpu_open(om_ctx *cx, om_gpu *g) {
 }
 
 om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out) {
-    OM_CHECK(cx, ordinal >= 0 && ordinal < MAX_DEVICES, "CUDA device %d given; allowed: 0 to %d", ordinal,
-             MAX_DEVICES - 1);
+    OM_CHECK(cx, ordinal >= 0 && ordinal < OM_GPUS, "CUDA device %d given; allowed: 0 to %d", ordinal, OM_GPUS - 1);
     om_gpu *g = *out = &gpus[ordinal];
     if (atomic_load(&g->open)) return OM_OK;
     om_status s = OM_OK;
@@ -116,7 +113,10 @@ om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out) {
     return s;
 }
 
-om_status om_gpu_enter(om_ctx *cx, om_gpu *g) { return om_cuda_enter(cx, g->ordinal, &g->cuda); }
+om_status om_gpu_enter(om_ctx *cx, om_gpu *g) {
+    om_cuda *same;
+    return om_cuda_enter(cx, g->ordinal, &same);
+}
 om_status om_gpu_leave(om_ctx *cx, om_gpu *g, om_status s) { return om_cuda_leave(cx, g->cuda, s); }
 om_gpu_fault *om_gpu_fault_word(om_gpu *g) { return g->fault; }
 int om_gpu_ordinal(const om_gpu *g) { return g->ordinal; }

@@ -33,8 +33,9 @@ typedef struct CUmemPoolHandle_st *om_cu_pool;
       (om_cu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, om_cu_stream, void **, \
        void **))
 
-/* One device of the graph engine's; made at first use, stays. */
+/* One device of the graph engine's; made at first use, stays. Tables by ordinal have OM_GPUS places. */
 typedef struct om_gpu om_gpu;
+enum { OM_GPUS = 16 };
 
 om_status om_gpu_open(om_ctx *cx, int ordinal, om_gpu **out);
 /* Around driver calls: the device's context is current on this thread in between. */
