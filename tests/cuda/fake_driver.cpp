@@ -31,7 +31,8 @@
 enum { FENCE = 256 };
 typedef std::function<unsigned()> job;
 
-struct record { std::thread::id thread; bool invalid, local; std::vector<job> work; };
+enum { GLOBAL, THREAD_LOCAL, RELAXED }; /* whose calls that may not be recorded end a record: everyone's, its thread's */
+struct record { std::thread::id thread; bool invalid; unsigned mode; std::vector<job> work; };
 struct work { job run; uint64_t number; const void *graph; CUstream_st *after; uint64_t upto; };
 struct CUstream_st { int device; bool blocking; std::deque<work> queue; std::unique_ptr<record> records; };
 struct CUgraph_st { std::vector<job> work; };
@@ -144,12 +145,6 @@ static void sweep() {
     gone.clear();
 }
 
-static CUstream_st *recording_here() {
-    for (CUstream_st *s : streams)
-        if (s->records && s->records->thread == std::this_thread::get_id()) return s;
-    return nullptr;
-}
-
 static unsigned put(CUstream_st *stream, const job &work, const void *graph = nullptr) {
     CUstream_st *s = of(stream);
     if (!streams.count(s)) return refuse(INVALID_HANDLE, "a stream that is none");
@@ -225,10 +220,12 @@ PUBLIC unsigned fake_gpu_put(CUstream_st *stream, const job *run) {
 }
 PUBLIC unsigned fake_gpu_unsafe(const char *entry) {
     LOCKED;
-    CUstream_st *s = recording_here();
-    if (!s || !s->records->local) return 0;
-    s->records->invalid = true;
-    return refuse(CAPTURE_UNSUPPORTED, std::string(entry) + " while this thread records a graph");
+    CUstream_st *of = nullptr;
+    for (CUstream_st *s : streams) {
+        if (!s->records || s->records->mode == RELAXED) continue;
+        if (s->records->mode == GLOBAL || s->records->thread == std::this_thread::get_id()) (of = s)->records->invalid = true;
+    }
+    return of ? refuse(CAPTURE_UNSUPPORTED, std::string(entry) + " while a graph is recorded") : 0;
 }
 
 /* --- what tests say ------------------------------------------------------------------------------------- */
@@ -515,16 +512,16 @@ PUBLIC unsigned cuStreamBeginCapture_v2(CUstream_st *s, unsigned mode) {
     FAILS(cuStreamBeginCapture_v2);
     LOCKED;
     if (!s) return refuse(CAPTURE_UNSUPPORTED, "the legacy stream cannot record");
-    if (!streams.count(s) || mode > 2) return refuse(INVALID_VALUE, "cuStreamBeginCapture");
+    if (!streams.count(s) || mode > RELAXED) return refuse(INVALID_VALUE, "cuStreamBeginCapture");
     if (s->records) return refuse(ILLEGAL_STATE, "a stream that records is to begin recording");
-    s->records.reset(new record{std::this_thread::get_id(), false, mode != 2, {}});
+    s->records.reset(new record{std::this_thread::get_id(), false, mode, {}});
     return 0;
 }
 PUBLIC unsigned cuStreamEndCapture(CUstream_st *s, CUgraph_st **out) {
     FAILS(cuStreamEndCapture);
     LOCKED;
     if (!s || !streams.count(s) || !s->records) return refuse(ILLEGAL_STATE, "the end of no record");
-    if (s->records->local && s->records->thread != std::this_thread::get_id()) return refuse(CAPTURE_WRONG_THREAD, "another thread ends a record");
+    if (s->records->mode != RELAXED && s->records->thread != std::this_thread::get_id()) return refuse(CAPTURE_WRONG_THREAD, "another thread ends a record");
     const std::unique_ptr<record> r = std::move(s->records);
     *out = nullptr;
     if (r->invalid) return CAPTURE_INVALIDATED;

@@ -425,6 +425,38 @@ def test_faults_and_waits() -> None:
     assert child(HEAD + WAITS, **POOL) == "done\n"
 
 
+MEANWHILE = """
+import threading
+text = "graph {\\n param x: f64[30]\\n a = sin(x)\\n b = softmax(a) {axis=0}\\n c = tanh(b)\\n d = softmax(c) {axis=0}\\n output d\\n}"
+model, said = steps.Model.text(steps.cx("cuda-fake"), text), []
+def step():
+    model.step([rand(30)])
+def other():
+    assert fake.gpu.cuCtxPushCurrent_v2(None) == 0
+    said.append(fake.gpu.cuMemHostAlloc(C.byref(C.c_void_p()), C.c_size_t(64), 0))
+    fake.gpu.cuCtxPopCurrent_v2(C.byref(C.c_void_p()))
+def meanwhile(kernel):
+    fake.gpu.fake_gpu_watch(None, None)
+    assert fake.count(fake.RECORDED) == 1
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+called = C.CFUNCTYPE(None, C.c_char_p)(meanwhile)
+step()
+fake.gpu.fake_gpu_watch(b"om_k_softmax_f64", called)
+step()
+assert said == [0] and counted(MADE) == 1 and counted(GIVEN_UP) == 0, (said, reasons())
+model.free()
+sane()
+print("done")
+"""
+
+
+def test_other_threads_go_on_while_one_records() -> None:
+    """With calls that may not be recorded (torch's, for page-locked memory)."""
+    assert child(HEAD + MEANWHILE, **POOL) == "done\n"
+
+
 REFUSED = """
 text = "graph {\\n input x: f64[30]\\n y = sin(x)\\n output y\\n}"
 model, s = steps.Model.text(steps.cx("cuda-fake"), text), C.c_void_p()
