@@ -318,11 +318,13 @@ model = steps.Model.text(steps.cx("cuda-fake"), text)
 lib.om_cuda_stream(own)
 held = steps.Memory(model.cx)
 w = held.give(rand(40))
-for turn in range(5):  # the last ones are under way when the plan goes
+for turn in range(7):  # the last one is under way when the plan goes
     mem = steps.Memory(model.cx)
     x = rand(40, seed=turn)
+    if turn % 2:
+        mem.give(x)  # in another place than before: the graph has a copy
     out = forward(model, mem, x, w)
-    if turn < 4:
+    if turn < 6:
         mem.fetch(out)
         mem.put()
 assert counted(PLAYED) >= 3 and fake.count(fake.QUEUED) > 0
