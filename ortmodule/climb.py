@@ -391,7 +391,7 @@ def _alike(root: nn.Module, name: str) -> set[str]:
 
 
 def _hooked(m: nn.Module) -> bool:
-    return any((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks))
+    return any(getattr(m, name) for name in private.HOOKS)
 
 
 def _outermost(names: set[str]) -> set[str]:

@@ -64,26 +64,25 @@ class Failed(RuntimeError):
     answers: tuple[Answer, ...] = ()
 
 
-class noting:  # noqa: N801
-    """Within, on this thread, `note` keeps answers; they go with a Failed that leaves the block."""
-
-    __slots__ = ("answers", "outer")
-
-    def __enter__(self) -> None:
-        self.outer = _noted.answers
-        self.answers = _noted.answers = []
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        _noted.answers = self.outer
-        if isinstance(error, Failed):
-            error.answers = (*self.answers, *error.answers)  # those that it has are of a part of this one
-
-
 class _Noted(threading.local):
     answers: list[Answer] | None = None
 
 
 _noted = _Noted()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """In this block, on this thread, `note` keeps answers; they go with a Failed that leaves it."""
+    outer, own = _noted.answers, list[Answer]()
+    _noted.answers = own
+    try:
+        yield
+    except Failed as error:
+        error.answers = (*own, *error.answers)  # those that it has are of a part of this block
+        raise
+    finally:
+        _noted.answers = outer
 
 
 def note(answer: Answer) -> None:
